@@ -19,7 +19,7 @@ from moe_mk.config.base import expect_numbers, read_mapping
 from moe_mk.config.equation import FILE, KEY, LayerEquation, TensorNames, equation_next_to
 from moe_mk.config.hf_quant import plain_kind, quant_from_hf
 from moe_mk.config.keys import FACTOR, KINDS, Kind, is_empty, one_of, unread_keys
-from moe_mk.config.modules import MOST_EXPERTS, Block, of_checkpoint, of_equation, of_family
+from moe_mk.config.modules import MOST_EXPERTS, Block, layers_with_experts, of_checkpoint, of_equation, of_family
 from moe_mk.errors import ConfigError
 from moe_mk.quant.kinds import PLAIN_KINDS
 from moe_mk.registry import did_you_mean
@@ -402,12 +402,11 @@ def _step_limits(hf: Mapping[str, Any], where: str, layer: int | None) -> dict[s
     """
     found = []
     for key in ("swiglu_limits", "swiglu_limits_shared"):
-        limits = hf.get(key)
+        limits = hf.get(key) or ()
         if limits and layer is not None and layer >= len(limits):
             raise ConfigError(f"{where}: {key} has {len(limits)} entries, none for layer {layer}")
-        several = slice(hf.get("first_k_dense_replace") or 0, None)
-        part = several if layer is None else slice(layer, layer + 1)
-        here = {limit or 0 for limit in limits[part]} if limits else {0}
+        layers = layers_with_experts(hf) if layer is None else (layer,)
+        here = {limits[n] or 0 for n in layers if n < len(limits)} or {0}
         if len(here) > 1:
             raise ConfigError(f"{where}: {key} has {sorted(here)} in different layers; name one: from_hf(..., layer=N)")
         found.append(here.pop())

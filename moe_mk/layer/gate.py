@@ -116,9 +116,9 @@ class Gate:
         at = [(each.data_ptr(), each.is_contiguous()) for each in (self.weight_EH, self.bias_E) if each is not None]
         if made_for is not router or logit_bias_E is not self.logit_bias_E or made_at != at:
             call = self._prepare(router, at)
-        if call is not None:
+        if call is not None and isinstance(router, Router):
             ids_TK, weights_TK, logits_TE = call(x_TH, torch.get_num_threads())
-            return self.scaled(Routing(ids_TK, weights_TK, logits_TE=logits_TE), router), logits_TE
+            return self.scaled(Routing(ids_TK.to(router.ids_dtype), weights_TK, logits_TE=logits_TE), router), logits_TE
         logits_TE = self(x_TH)
         return self.scaled(router(logits_TE, self.bias_E), router), logits_TE
 

@@ -166,10 +166,10 @@ class LayerRouting:
         if state.lost is not None:
             assert self.dropped is not None
             routing = state.lost.leave_out(routing, self.dropped)
-        if state.tables.is_identity:
-            return routing
-        salt = 0 if state.experts.is_partial else state.experts.grid.ep.rank
-        return replace(routing, ids_TK=state.tables.to_physical(routing.ids_TK, salt))
+        ids_TK = routing.ids_TK.to(torch.int32)  # routers may choose in int64
+        if not state.tables.is_identity:
+            ids_TK = state.tables.to_physical(ids_TK, 0 if state.experts.is_partial else state.experts.grid.ep.rank)
+        return replace(routing, ids_TK=ids_TK)
 
     def dispatched(self, routing: Routing, state: ServingState) -> Routing:
         """The routing with ids of -1 in place of experts without weights, which are counted and not dispatched."""

@@ -38,7 +38,7 @@ class Router:
 
     simulate: for benchmarks, ignore the values of the logits. "balanced": every expert gets as many assignments as any
     other, give or take one. "random": experts drawn uniformly without repetition, the same draw at every call.
-    ids_dtype: of the ids that a call returns, int32 or int64; layers take int32.
+    ids_dtype: of the ids that a call returns, int32 or int64; layers take either.
     """
 
     top_k: int

@@ -1,15 +1,14 @@
 """Votes of all ranks: a change is made by all of them or by none, whichever of them learn the result of the vote."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_mk.comm import LockstepWorld, SingleRank
+from moe_mk.comm import LockstepWorld
 from moe_mk.comm.collective import CallGroups
 from moe_mk.comm.failure import Change
 from moe_mk.flight import Flight, interleave
 
-RANKS = 3
 WAIT, MAKE = "in the wait for the result", "in the change"
 
 
@@ -37,20 +36,23 @@ def ended(flight: Flight[object]) -> None:
 
 @settings(max_examples=40)
 @given(
-    st.booleans(),
-    st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(0, 2), st.sampled_from((WAIT, MAKE)))), max_size=5),
+    st.sampled_from([(3, 1), (1, 3), (2, 2)]),
+    st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(0, 3), st.sampled_from((WAIT, MAKE)))), max_size=5),
 )
+@example((2, 2), [(False, {0: WAIT, 1: WAIT, 2: WAIT})])
 def test_a_change_is_made_by_all_ranks_or_by_none_whoever_is_interrupted(
-    tp: bool, rounds: list[tuple[bool, dict[int, str]]]
+    grid: tuple[int, int], rounds: list[tuple[bool, dict[int, str]]]
 ) -> None:
-    """Of each round: whether a rank objects, and which ranks are interrupted, where. The ranks are those of EP or of
-    TP, and go on by the calls of one layer or of another one.
+    """Of each round: whether a rank objects, and which ranks are interrupted, where. The ranks of EP and TP go on by
+    the calls of one layer or of another one.
     """
-    comms = LockstepWorld(RANKS).communicators()
-    groups, others = ([CallGroups(SingleRank(), comm) if tp else CallGroups(comm) for comm in comms] for _ in range(2))
-    served, wanted, made = [0] * RANKS, 0, 0
+    ep, tp = grid
+    columns, rows = ([LockstepWorld(n).communicators() for _ in range(of)] for n, of in ((ep, tp), (tp, ep)))
+    of_rank, ranks = [(columns[t][e], rows[e][t]) for e in range(ep) for t in range(tp)], range(ep * tp)
+    groups, others = ([CallGroups(*both) for both in of_rank] for _ in range(2))
+    served, wanted, made = [0] * len(ranks), 0, 0
     for number, (objects, drawn) in enumerate(rounds, 1):
-        interrupted = {rank: where for rank, where in drawn.items() if where == WAIT or not objects}
+        interrupted = {rank: at for rank, at in drawn.items() if rank in ranks and (at == WAIT or not objects)}
         flights = [
             each.decide(
                 each.gather(int(objects and rank == 1), "vote"),
@@ -58,16 +60,15 @@ def test_a_change_is_made_by_all_ranks_or_by_none_whoever_is_interrupted(
             )
             for rank, each in enumerate(groups)
         ]  # fmt: skip
-        for flight in flights:
+        for flight in flights * ((ep > 1) + (tp > 1)):
             next(flight)
-        for rank in sorted(range(RANKS), key=lambda rank: interrupted.get(rank) == WAIT):  # ends the calls of others
+        for rank in sorted(ranks, key=lambda rank: interrupted.get(rank) == WAIT):  # ends the calls of others
             with pytest.raises(KeyboardInterrupt if rank in interrupted else StopIteration):
                 flights[rank].throw(KeyboardInterrupt) if interrupted.get(rank) == WAIT else ended(flights[rank])
             assert rank not in interrupted or served[rank] == wanted, "half a change serves until the recovery"
         layer = others if number % 2 else groups
         interleave([each.recover() if interrupted else each.settle() for each in layer])
-        if not objects and len(interrupted) < RANKS:
+        if not objects and len(interrupted) < len(ranks):
             wanted, made = number, made + 1
-        assert served == [wanted] * RANKS
-        assert [comm.changes.made for comm in comms] == [made] * RANKS
-        assert all(comm.changes.undecided is None for comm in comms)
+        assert served == [wanted] * len(ranks)
+        assert all(each._changes.made == made and each._changes.undecided is None for each in groups)

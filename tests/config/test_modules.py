@@ -162,6 +162,7 @@ def test_names_are_those_of_the_tensors_where_a_folder_has_them(tmp_path: Path) 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))
     ignored = {**PACKED, "config_groups": {"g": {**INT4, "targets": ["Linear"]}}, "ignore": ["re:text.layers.3.moe_.*"]}
     assert (read(tmp_path, ignored, 3), read(tmp_path, ignored, 0)) == ("bf16", "int4_g128")
+    assert read(tmp_path, ignored, None, {**QWEN, "num_hidden_layers": 3}) == "int4_g128", "layer 3 predicts tokens"
     (tmp_path / "model.safetensors.index.json").write_text("[]")  # which the loader reports
     assert read(tmp_path, ignored, 3) == "int4_g128"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
-from moe_mk.config.hf import FAMILIES, family_of, section_of, text_of
+from moe_mk.config.hf import FAMILIES, family_of, section_of, settings_from_hf, text_of
 from moe_mk.config.modules import layers_with_experts
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints.like import write_like
@@ -141,6 +141,14 @@ def test_every_other_published_configuration_is_read_in_its_format_and_as_declar
     printed("derive", tmp_path / "moonshotai--Kimi-K2-Instruct", "--as", "kimi_k2")
     with pytest.raises(ConfigError, match=r"no family that is read; did you mean 'kimi_k2'"):
         declared(file, "kimi_k3")
+
+
+@pytest.mark.parametrize("key", ["swiglu_limits", "swiglu_limits_shared"])
+@pytest.mark.parametrize("listed", [{"first_k_dense_replace": 3, "moe_layers_enum": None}, {"moe_layers_enum": "3,4"}])
+def test_limits_of_layers_without_experts_do_not_count(listed: dict[str, Any], key: str) -> None:
+    hf = published("stepfun-ai--Step-3.5-Flash")["config"] | {"num_hidden_layers": 5, **listed}
+    hf |= {"swiglu_limits": None, "swiglu_limits_shared": None, key: [9.0] * 3 + [7.0] * 2}
+    assert settings_from_hf(hf, "x") == settings_from_hf(hf, "x", 4) != settings_from_hf(hf, "x", 2)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -81,6 +82,7 @@ def built(
     if replicas:
         first = [4 * rank for rank in range(3)]
         made.live.set_placement(ExpertMap(tuple((e, e + 1, e + 2, e + 3, (e + 5) % EXPERTS) for e in first), EXPERTS))
+        made.router = replace(made.router, ids_dtype=torch.int64)
     drawn = any_tensors.tensors_of(made.spec, 5) if made.spec.has_input_norm else {}
     made.load_weights(drawn | tensors(shared, fp8))
     if tuned:

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -273,21 +274,25 @@ def results(made: MoELayer, name: str, x_TH: Tensor) -> list[Callable[..., objec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_method_on_tokens_is_compiled_whole_and_counts_as_without(name: str, dtype: torch.dtype) -> None:
     made = layer(8, 2, dtype=dtype, experts="torch_cpu", router_dtype="model")
+    made.router = replace(made.router, ids_dtype=torch.int64)
     x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    def flat(found: object) -> list[Tensor]:
-        parts = vars(found).values() if isinstance(found, Routing) else (found,)
-        return [part for part in parts if isinstance(part, Tensor)]
+    def flat(call: Any, *given: object) -> tuple[list[Tensor], list[torch.dtype]]:
+        """The tensors of a result, and the dtypes that a graph takes them for."""
+        found = call(*given)
+        parts = (found.ids_TK, found.weights_TK, found.logits_TE) if isinstance(found, Routing) else (found,)
+        return list(parts), [part.dtype for part in parts]
 
     for call in results(made, name, x_TH):
         made.reset_expert_load()
-        wanted, counted = flat(call()), made.expert_load.clone()
+        (wanted, dtypes), counted = flat(call), made.expert_load.clone()
         for backend in ("eager", "aot_eager"):
             torch.compiler.reset()
             made.reset_expert_load()
             with torch.no_grad():
-                found = flat(torch.compile(call.func, fullgraph=True, backend=backend)(*call.args))  # type: ignore[attr-defined, no-untyped-call]
-            assert len(found) == len(wanted) and torch.equal(made.expert_load, counted)
+                compiled = torch.compile(flat, fullgraph=True, backend=backend)
+                found, known = compiled(call.func, *call.args)  # type: ignore[attr-defined]
+            assert known == dtypes and torch.equal(made.expert_load, counted)
             for one, other in zip(found, wanted, strict=True):
                 assert one.dtype is other.dtype and torch.equal(one, other)
 
@@ -311,13 +316,8 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.fixture
-def made() -> MoELayer:
-    return layer(8, 2, experts="torch_cpu", num_shared_experts=1)
-
-
-def test_one_graph_serves_every_number_of_tokens(made: MoELayer) -> None:
-    graphs: list[torch.fx.GraphModule] = []
+def test_one_graph_serves_every_number_of_tokens() -> None:
+    made, graphs = layer(8, 2, experts="torch_cpu", num_shared_experts=1), list[torch.fx.GraphModule]()
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         graphs.append(graph)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_mk import ConfigError, MoELayer, ParallelGroups
+from moe_mk import ConfigError, ExpertMap, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.communicator import Communicator
 from moe_mk.errors import FallbackWarning, RegroupError
@@ -268,8 +268,11 @@ def test_a_placement_that_cannot_be_tried_out_on_one_rank_is_refused_by_all(at: 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_new_rank_may_have_any_place_in_the_group(at: int) -> None:
-    ranks = join(lose(group(4), 3), at, original_rank=9)
-    assert serves_right(ranks)
+    left = lose(group(4), 3)
+    turned = ExpertMap(tuple(row[::-1] for row in left[0].layer.expert_map.experts_of_rank), EXPERTS)
+    for rank in left:  # by its program, which does not change how many slots it has in a whole group
+        rank.layer.live.set_placement(turned)
+    assert serves_right(left, 1) and serves_right(ranks := join(left, at, original_rank=9))
     assert all(len(row) == 2 for row in ranks[0].layer.expert_map.experts_of_rank)
     assert len({rank.layer.expert_map for rank in ranks}) == 1 and len({rank.manager._step for rank in ranks}) == 1
 

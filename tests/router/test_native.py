@@ -83,9 +83,10 @@ def test_what_cannot_be_decided_goes_where_the_router_sends_it(poison: float, of
 
 
 def test_simulations_and_scores_in_the_model_dtype_stay_with_torch() -> None:
-    assert routes_natively(Router(2))
+    assert routes_natively(Router(2)) and routes_natively(Router(2, scoring_func="sigmoid"))
     assert not routes_natively(Router(2, simulate="balanced"))
     assert not routes_natively(Router(2, router_dtype="model"))
+    assert not routes_natively(Router(2, scoring_func="sqrtsoftplus"))
 
 
 def test_the_tier_is_chosen_with_reasons() -> None:
@@ -101,14 +102,5 @@ def test_the_tier_is_chosen_with_reasons() -> None:
         choice = choose_gate_tier(arch, 4, dtype, router_dtype, available)
         assert choice.tier != "native"
         assert len(choice.reasons["native"]) == 1 and words in choice.reasons["native"][0]
-
-
-def test_its_logits_are_not_to_be_had_alone() -> None:
-    x, gate, _ = tokens_and_gate(1, 32, 4, 0)
     with pytest.raises(UnsupportedError, match="gives no logits alone"):
-        gate_logits(x, gate, tier="native")
-
-
-def test_scores_that_it_does_not_compute_are_refused_and_left_to_torch() -> None:
-    router = Router(2, scoring_func="sqrtsoftplus")
-    assert not routes_natively(router) and routes_natively(Router(2, scoring_func="sigmoid"))
+        gate_logits(*tokens_and_gate(1, 32, 4, 0)[:2], tier="native")

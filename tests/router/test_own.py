@@ -8,28 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_mk import CommError, ConfigError, MoEConfig, MoELayer, ParallelGroups, ShapeError, UnsupportedError
+from moe_mk import CommError, ConfigError, ExpertMap, MoELayer, ParallelGroups, ShapeError, UnsupportedError
 from moe_mk.comm import LockstepWorld
 from moe_mk.flight import interleave
 from moe_mk.lab.testing.conformance import NonConforming, check_router
+from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.lab.training import TrainingMoE
 from moe_mk.lab.verify.dense import dense_layer
 from moe_mk.router import ROUTERS, Router, RouterKind, grouped_topk
 from moe_mk.tokens import Routing
+from tests.support import layers as build
 
-H, I, E, K = 64, 64, 8, 2
+E, K = 8, 2
 
 
 def layer(groups: ParallelGroups | None = None, **settings: object) -> MoELayer:
-    model = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "quant": {"weights": "fp32"}}
-    parsed = MoEConfig.parse({"model": model, "router": {"top_k": K}}, "a test")
-    config = parsed.with_(**{"experts": "torch_cpu", **settings})
-    made, draw = MoELayer(config, dtype=torch.float32, groups=groups), torch.Generator().manual_seed(0)
-    tensors = {"gate.weight": torch.randn(E, H, generator=draw)}
-    for expert in range(E):
-        for name, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
-            tensors[f"experts.{expert}.{name}_proj.weight"] = torch.randn(shape, generator=draw) / 8
-    return made.load_weights(tensors)
+    return build.layer(E, K, groups, **{"experts": "torch_cpu", "renormalize": True, **settings})
 
 
 def least(logits_TE: Tensor, bias_E: Tensor | None = None) -> Routing:
@@ -45,7 +39,7 @@ class Least(Router):
         return least(router_logits, e_score_correction_bias)
 
 
-X = torch.randn(5, H, generator=torch.Generator().manual_seed(1))
+X = torch.randn(5, build.HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("router", [least, Least(K)], ids=["function", "subclass"])
@@ -64,6 +58,8 @@ def test_a_router_that_is_set_is_used_and_stands_in_every_report(router: Callabl
     assert torch.equal(copy.deepcopy(made)(X), changed), "a copy chooses alike"
     made.router = Router(K)
     assert torch.equal(made(X), before) and made.report().router == ""
+    made.router = replace(made.router, simulate="balanced")
+    assert "simulate='balanced'" in made.report().router and "simulate='balanced'" in str(made.explain())
 
 
 class Lowest(RouterKind):
@@ -123,17 +119,26 @@ def test_experts_that_route_inside_do_not_leave_out_a_router(lowest: str) -> Non
     assert torch.equal(made(X), before)
 
 
-def test_settings_of_a_router_that_were_changed_are_reported() -> None:
-    made = layer()
-    made.router = replace(made.router, simulate="balanced")
-    assert "simulate='balanced'" in made.report().router and "simulate='balanced'" in str(made.explain())
-
-
 def test_ranks_with_different_routers_do_not_go_on() -> None:
     ranks = [layer(ParallelGroups(ep=comm)) for comm in LockstepWorld(2).communicators()]
     ranks[1].router = least
     with pytest.raises(CommError, match="router in use"):
         interleave([rank.steps(X) for rank in ranks])
+
+
+@pytest.mark.parametrize("transport", ["no_ep", "all_to_all", "all_gather", "one_sided", "replicated"])
+def test_ids_in_int64_go_where_those_in_int32_go(transport: str) -> None:
+    groups, tokens = virtual_groups(1 + (transport != "no_ep")), {"replicated": "replicated"}.get(transport, "sharded")
+    ranks = [layer(each, prepare_finalize=transport, tokens=tokens) for each in groups]
+    for _ in range(2):  # as built, and then moved
+        outputs = list[list[Tensor]]()
+        for ids_dtype in (torch.int32, torch.int64):
+            for rank in ranks:
+                rank.router = lambda logits, bias, to=ids_dtype: replace(it := least(logits), ids_TK=it.ids_TK.to(to))
+            outputs.append(interleave([rank.steps(X) for rank in ranks]))
+        assert all(map(torch.equal, *outputs))
+        for rank in ranks:
+            rank.live.set_placement(ExpertMap(tuple(row[::-1] for row in rank.expert_map.experts_of_rank), E))
 
 
 WRONG: dict[str, Callable[[Routing], object]] = {

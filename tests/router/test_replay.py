@@ -23,6 +23,7 @@ ROUTERS = {
     ),
     "sigmoid, not renormalised": Router(3, scoring_func="sigmoid", renormalize=False),
     "sqrtsoftplus": Router(3, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5),
+    "sigmoid in the dtype of the model": Router(3, scoring_func="sigmoid", router_dtype="model"),
     **{name: Router(3, scoring_func=name) for name in BY_LOGIT},
 }
 every = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
@@ -40,9 +41,10 @@ def some_ids(tokens: int = 5, experts: int = 16, top_k: int = 3) -> Tensor:
 @every
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_routers_own_choice_replayed_gives_its_own_bits(router: Router, with_bias: bool) -> None:
-    bias_E = logits(1)[0] if with_bias else None
-    chosen = router(logits(seed=3), bias_E)
-    again = ReplayedTokens.of(router, chosen.ids_TK, 16)(logits(seed=3), bias_E)
+    bias_E, x_TE = logits(1)[0] if with_bias else None, logits(seed=3)
+    x_TE = x_TE.bfloat16() if router.router_dtype == "model" else x_TE
+    chosen = router(x_TE, bias_E)
+    again = ReplayedTokens.of(router, chosen.ids_TK, 16)(x_TE, bias_E)
     assert torch.equal(again.ids_TK, chosen.ids_TK) and torch.equal(again.weights_TK, chosen.weights_TK)
 
 

@@ -289,10 +289,10 @@ class World:
         before_call = self.paged_state()
         outputs = self.call(x, ids)
         for rank in range(self.ep):
+            assert equal_bits(x[rank], before[rank]), f"{what}: the input was written to"
             self.compare(outputs[rank], self.expected(rank, x[rank], ids[rank]), f"{what}, rank {rank}")
         if before_call is not None:
             self.check_reads(before_call, x[0], ids[0])
-            assert equal_bits(x[rank], before[rank]), f"{what}: the input was written to"
         self.check_counts()
 
     # Steps.

@@ -267,6 +267,11 @@ def test_a_layer_is_changed_by_finish_alone() -> None:
     loader.finish()
     wanted_TH = moe(x_TH)
     assert not torch.equal(wanted_TH, before_TH)
+    with pytest.raises(WeightError, match="nothing can be read again"):
+        moe.live.read_expert(3)
+    moe.read_from(MappingSource(state), 0)
+    read, held = moe.live.read_expert(3), moe.live.export_slot(3)
+    assert all(map(torch.equal, read.tensors, held.tensors)), "of the names that it was fed"
     assert torch.equal(moe.load_weights(state, prefix="moe.")(x_TH), wanted_TH)
 
 
