@@ -316,8 +316,13 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_one_graph_serves_every_number_of_tokens() -> None:
-    made, graphs = layer(8, 2, experts="torch_cpu", num_shared_experts=1), list[torch.fx.GraphModule]()
+@pytest.fixture
+def made() -> MoELayer:
+    return layer(8, 2, experts="torch_cpu", num_shared_experts=1)
+
+
+def test_one_graph_serves_every_number_of_tokens(made: MoELayer) -> None:
+    graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         graphs.append(graph)
