@@ -32,7 +32,7 @@ OUTPUT = "MOE_MK_BEHAVIOUR"
 ROOMS = "conformance experts kernels layer prepare_finalize quant router runner test_kernel.py weights"
 QUICK = "not gpu and not stress and not slow"
 OF_TESTS = (f"{ROOT}/tests/", f"{ROOT}/contrib/moe_mk_contrib/tests/", f"{ROOT}/moe_mk/lab/testing/")
-"""Whose comparisons count; those of the library may change with it."""
+"""Source folders in which comparisons are recorded; those inside the library are ignored."""
 _digests: list[str] = []
 
 
@@ -111,7 +111,7 @@ def computed(tests: Sequence[str]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Tests whose digests differ, or that only one record has."""
+    """Tests with different digests, or in one record only."""
     both = ((name, old.get(name, "-"), new.get(name, "-")) for name in sorted({*old, *new}))
     yield from (each for each in both if each[1] != each[2])
 

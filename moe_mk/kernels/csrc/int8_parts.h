@@ -127,7 +127,7 @@ inline void add_code_unit(const CodeUnit& unit, const Rows& rows, int first, int
   }
 }
 
-// Multiplies any number of rows by one unpacked panel at a time; k is split into chunks whose rows fit in the L2 cache.
+// Multiplies any number of rows by one unpacked panel at a time; k is split into chunks so that their rows fit in the L2 cache.
 inline void multiply_int8_parts(const Columns& w, const Rows& rows, const Scratch& scratch, float* totals) {
   alignas(64) float scales[kMostUnitParts * kPairColumns], minima[kMostUnitParts * kPairColumns];
   const int chunk = steps_that_fit(2 * w.gather_bytes, rows.num_rows, 1, kUnitSteps);  // a byte a code

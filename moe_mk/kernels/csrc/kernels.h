@@ -152,8 +152,8 @@ struct Kernels {
   uint64_t (*read)(const uint8_t* data, int64_t bytes, int way);
   // Operations of the loop it ran, of the instruction that multiplies rows with weights of integers or, with `floats`, of bf16 and FP8.
   double (*peak)(int64_t iterations, bool floats);
-  // Units of k whose bf16 rows multiply_many multiplies as integers; null, 0: it does not. to_integers makes those of some rows of one unit,
-  // kIntegerRowBytes a row.
+  // Number of units of k that multiply_many converts from bf16 to integers; null or 0: it multiplies bf16. to_integers converts one unit of
+  // some rows, kIntegerRowBytes each.
   int (*integer_units)(const Columns&) = nullptr;
   void (*to_integers)(const Columns&, const Rows&, int unit, uint8_t* to) = nullptr;
 };

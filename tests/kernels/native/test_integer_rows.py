@@ -24,26 +24,26 @@ OUTLIER = 69  # not the first column of a part
 FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True) for bound in (5, 1))
 
 
-def layer_that_ignores(column: int, scheme: QuantScheme, louder: float = 1.0) -> Layer:
-    """Experts whose w13 has a zero column, and one louder output; all schemes of this file represent zero exactly."""
+def layer_that_ignores(column: int, scheme: QuantScheme, factor: float = 1.0) -> Layer:
+    """Experts with a zero column in w13 and one output scaled by `factor`; every scheme here represents zero exactly."""
     stored = {storage.scheme: storage for storage in Storage}
     if scheme in stored:
         layer = Layer(1, HIDDEN, INTER, stored[scheme])
         for name in ("gate", "up"):
-            q = scheme.quantize(without(column, layer.weight(name, 0)[None].float(), louder))
+            q = scheme.quantize(without(column, layer.weight(name, 0)[None].float(), factor))
             layer.parts[name], layer.scales[name], layer.above[name] = q.values, q.scales, q.global_scale
         return layer
     parts = PartsLayer(1, HIDDEN, INTER, scheme=scheme)
     for name in ("gate", "up"):
-        q = scheme.quantize(without(column, parts.weight(name, 0)[None].float(), louder))
+        q = scheme.quantize(without(column, parts.weight(name, 0)[None].float(), factor))
         scales = None if q.scales is None else q.scales.to(parts.dtype)
         parts.tensors[name] = QuantTensor(q.values, scales, scheme, None, q.zeros)
     return parts
 
 
-def without(column: int, weights: Tensor, louder: float) -> Tensor:
+def without(column: int, weights: Tensor, factor: float) -> Tensor:
     weights[..., column] = 0
-    weights[:, OUTLIER] *= louder
+    weights[:, OUTLIER] *= factor
     return weights
 
 
@@ -78,13 +78,13 @@ def test_inputs_beside_an_outlier_keep_their_precision(
                 assert error(y[row], wanted[row]) < 5e-3, (here[1], row, mode.tuning)
 
 
-@pytest.mark.parametrize("louder", [1.0, 2e3])
+@pytest.mark.parametrize("factor", [1.0, 2e3])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_bits_of_a_row_do_not_depend_on_an_outlier_in_another(
-    isas: list[IsaHere], scheme: QuantScheme, louder: float
+    isas: list[IsaHere], scheme: QuantScheme, factor: float
 ) -> None:
-    # Of 11 rows all tasks share the integers of h; with a louder output of w13 they have further terms.
-    layer = layer_that_ignores(OUTLIER, scheme, louder)
+    # Of 11 rows all tasks share the integers of h; with one large output of w13 they need further terms.
+    layer = layer_that_ignores(OUTLIER, scheme, factor)
     for here in isas:
         packed = layer.pack(here[0])
         for count in (3, 11):

@@ -80,7 +80,7 @@ def test_an_output_of_one_assignment_a_row_costs_the_second_product_no_step(name
 
 
 def expect_no_step(built: Compiled, bare: Compiled) -> None:
-    """Besides copies between uniform registers, whose number depends on the version of Triton."""
+    """UMOV is not counted: the number of copies between uniform registers differs by version of Triton."""
     assert built.spills == built.stack == built.scratch == 0 and built.shared < SHARED_MEMORY
     step, allowed = (each.step - each.in_step["UMOV"] for each in (built, bare))
     assert step <= allowed + 2 and built.products == bare.products
