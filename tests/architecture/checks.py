@@ -294,7 +294,7 @@ LOCK = re.compile(r" = .*\b(R?Lock|Condition)\(")
 WITHOUT_DEADLINE = {
     "comm/connections.py: while (connections := of()) is not None:": "the thread of a group ends with it",
     "comm/distributed.py: work.wait()": "NCCL queues it on the stream, and the watchdog of the group has a limit",
-    "comm/threads.py: return [done.result()": "the threads belong to the caller; each call has the timeout of its group",
+    "comm/threads.py: return [done.result()": "threads of the caller; each call has the timeout of its group",
     "jobs.py: self._lock.acquire()": "no other thread knows this lock yet",
     "jobs.py: while self._jobs or self._bell.wait(self._linger_s)": "the thread of jobs, which ends when it is idle",
     "jobs.py: job.wait(float(": "running jobs use memory and files that the caller frees next",

@@ -25,7 +25,7 @@ FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True
 
 
 def layer_that_ignores(column: int, scheme: QuantScheme, factor: float = 1.0) -> Layer:
-    """Experts with a zero column in w13 and one output scaled by `factor`; every scheme here represents zero exactly."""
+    """Experts with a zero column in w13 and one output scaled by `factor`; all schemes here represent 0 exactly."""
     stored = {storage.scheme: storage for storage in Storage}
     if scheme in stored:
         layer = Layer(1, HIDDEN, INTER, stored[scheme])
