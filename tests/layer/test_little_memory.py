@@ -34,11 +34,10 @@ def build():
     return MoELayer(config).load_weights(weights)
 
 def ends_well(error):
-    allocation = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # of torch, on a CPU
-    return isinstance(error, (MoEMKError, MemoryError)) or allocation
+    of_torch = ("can't allocate memory", "could not create a ", "could not execute a primitive")  # the last two: oneDNN
+    return isinstance(error, (MoEMKError, MemoryError)) or any(words in str(error) for words in of_torch)
 
 layer = build()
-other = "reference"
 verbs = {
     "build": build,
     "few": lambda: layer(few),
@@ -47,14 +46,14 @@ verbs = {
     "explain": lambda: layer.explain(),
     "report": lambda: layer.report(),
     "load": lambda: layer.load_weights(weights),
-    "swap": lambda: swap_backends(layer, few, experts=other),
+    "swap": lambda: swap_backends(layer, few, experts="reference"),
     "swap back": lambda: swap_backends(layer, few, experts=backend),
 }
 with torch.no_grad():
     for verb in verbs.values():  # what is imported at first use is imported
         verb()
     right, of_other = build()(few), None
-    swap_backends(layer, few, experts=other)
+    swap_backends(layer, few, experts="reference")
     of_other = layer(few)
     swap_backends(layer, few, experts=backend)
     ended = 0
@@ -86,6 +85,8 @@ def test_a_call_without_memory_ends_in_an_error_and_the_layer_is_right_afterward
     for seed in ("3", "4", "5", "6"):  # how much a process holds back for later calls differs from run to run
         child = [sys.executable, "-W", "ignore", "-c", CHILD, backend, seed, "30"]
         done = subprocess.run(child, capture_output=True, text=True, timeout=100, env=os.environ | gives_back)
+        if "cannot allocate memory for thread-local data" in done.stderr:
+            continue  # glibc's loader ends a process whose new thread finds no memory for the variables of a library
         assert done.returncode == 0, done.stderr[-3000:]
         ended += int(done.stdout)
         if ended:
@@ -118,5 +119,4 @@ def test_calls_end_in_an_error_or_serve_while_shared_memory_is_full(transport: s
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 8 and not [line for line in lines if "bad" in line], done.stdout
-    ended = [line for line in lines if "CommError" in line]
-    assert bool(ended) == (transport == "one_sided"), "only windows are in shared memory"
+    assert any("CommError" in line for line in lines) == (transport == "one_sided"), "only windows are in shared memory"
