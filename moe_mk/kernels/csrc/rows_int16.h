@@ -22,7 +22,7 @@ namespace {
 constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
 constexpr int kVectorBytes = sizeof(Integers);
-constexpr int kPackedRows = kIsWide ? 8 : 4, kPackedGroup = kIsWide ? 6 : 4;  // rows multiplied with packed bytes, and at a time
+constexpr int kPackedRows = kIsWide ? 8 : 4;      // rows multiplied with packed bytes, at a time
 constexpr int kPanels = kIsWide ? 2 : 1;          // column pairs per register tile
 constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times panels at most
 
@@ -443,7 +443,7 @@ struct IntegerProduct {
       return num_some == kDirectRows ? each_rows<2>(of, pair, by_bytes) : each_rows<kIntegerGroup>(of, pair, by_bytes);
     }
 #endif
-    each_rows<kPackedGroup>(of, pair, [&](const auto& some_rows, bool first) {
+    each_rows<kPackedRows>(of, pair, [&](const auto& some_rows, bool first) {
       constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;
       multiply_packed<Policy, kRows, vectors_of_rows(kRows, 2)>(unit, first ? w.prefetch : 0, some_rows);
     });
