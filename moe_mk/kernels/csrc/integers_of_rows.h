@@ -4,6 +4,7 @@
 // bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
 // is at most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
 // the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
+// Parts whose weights have one number as a scale share the power of two of the largest among them; what a part loses is limited as above.
 #pragma once
 #include "lanes.h"
 
@@ -16,17 +17,22 @@ constexpr int kMostTerms = 8;  // 120 bits
 // What a code of a term is worth in the first: 2^-15 for each before it.
 inline float of_term(int term) { return bits<float>((127 - 15 * term) << 23); }
 
-// Inputs of a part, a multiple of 16 of them -> integers times a power of two: the inverse of its scale. `largest` of them, without its sign.
+// The bf16 of largest magnitude, without signs: of a part, and of all parts that have one scale.
+struct Largest {
+  int own, all;
+};
+
+// Inputs of a part, a multiple of 16 of them -> integers times a power of two: the inverse of its scale.
 struct PartScale {
   int exponent;
   Floats inverse;
-  float largest;  // as an integer
+  float largest;  // times it, of the part
 
-  PartScale(int bf16, int top_bit) {
-    exponent = (bf16 >> 7) - top_bit > 1 ? (bf16 >> 7) - top_bit : 1;
+  PartScale(Largest bf16, int top_bit) {
+    exponent = (bf16.all >> 7) - top_bit > 1 ? (bf16.all >> 7) - top_bit : 1;
     const float scale = bits<float>((254 - exponent) << 23);
     inverse = all(scale);
-    largest = widen_one(uint16_t(bf16)) * scale;
+    largest = widen_one(uint16_t(bf16.own)) * scale;
   }
   float scale_of(int term) const { return bits<float>(exponent << 23) * of_term(term); }
 };
@@ -39,7 +45,7 @@ struct IntegerPart {
 };
 
 // The integers of a further term: what the terms before have lost, times 2^15 each; of term 0 the inputs.
-__attribute__((noinline)) IntegerPart to_integers_of_term(const uint16_t* x, int count, int bf16, int top_bit, int term, int16_t* to) {
+__attribute__((noinline)) IntegerPart to_integers_of_term(const uint16_t* x, int count, Largest bf16, int top_bit, int term, int16_t* to) {
   const PartScale part(bf16, top_bit);
   const Floats limit = all(of_term(-term) * kMostLost), largest = all(part.largest);
   Integers sums = Integers{};
@@ -62,23 +68,28 @@ __attribute__((noinline)) IntegerPart to_integers_of_term(const uint16_t* x, int
   return {part.scale_of(term), sum_of(sums), loses};
 }
 
-// Inputs of a part, a multiple of 16 of them, Count if it is not 0 -> integers of at most top_bit + 1 bits. An input that is NaN or
-// infinite: the scale is NaN.
+// Count inputs if it is not 0, a multiple of 16 of them.
 template <int Count>
-inline __attribute__((always_inline)) IntegerPart to_integers(const uint16_t* x, int given, int top_bit, int term, int16_t* to) {
+inline __attribute__((always_inline)) int largest_of(const uint16_t* x, int given) {
   const int count = Count != 0 ? Count : given;
   __m256i most = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int i = 0; i < count; i += 16) most = _mm256_max_epu16(most, _mm256_and_si256(load<__m256i>(x + i), _mm256_set1_epi16(0x7fff)));
   const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  const int largest = 0xffff ^ (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))) & 0xffff);
-  if (__builtin_expect(largest >= 0x7f80, 0)) {
+  return 0xffff ^ (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))) & 0xffff);
+}
+
+// Inputs of a part -> integers of at most top_bit + 1 bits. An input that is NaN or infinite: the scale is NaN.
+template <int Count>
+inline __attribute__((always_inline)) IntegerPart to_integers(const uint16_t* x, int given, Largest largest, int top_bit, int term, int16_t* to) {
+  const int count = Count != 0 ? Count : given;
+  if (__builtin_expect(largest.all >= 0x7f80, 0)) {
     std::memset(to, 0, size_t(count) * sizeof *to);
     return {__builtin_nanf(""), 0, false};
   }
   const PartScale part(largest, top_bit);
   if (term > 0) return to_integers_of_term(x, count, largest, top_bit, term, to);
-  const Integers ones = all16(1), code_of_largest = all16(int(part.largest));
+  const Integers ones = all16(1), code_of_largest = all16(int(part.largest + 0.5f));
   Integers sums = Integers{}, others = Integers{};
 #pragma GCC unroll 8
   for (int i = 0; i < count; i += 2 * kLanes) {

@@ -29,6 +29,7 @@ typedef int32_t Sums __attribute__((vector_size(sizeof(Integers))));
 inline __attribute__((always_inline)) Integers all16(int value) { return bits<Integers>(Words{} + uint16_t(value)); }
 inline __attribute__((always_inline)) Integers all32(int value) { return bits<Integers>(Sums{} + value); }
 inline __attribute__((always_inline)) Integers plus32(Integers a, Integers b) { return bits<Integers>(bits<Sums>(a) + bits<Sums>(b)); }
+inline __attribute__((always_inline)) Integers minus32(Integers a, Integers b) { return bits<Integers>(bits<Sums>(a) - bits<Sums>(b)); }
 inline __attribute__((always_inline)) Integers left16(Integers lanes, int by) { return bits<Integers>(bits<Words>(lanes) << by); }
 inline __attribute__((always_inline)) Integers right16(Integers lanes, int by) { return bits<Integers>(bits<Words>(lanes) >> by); }
 inline __attribute__((always_inline)) Integers right16_signed(Integers lanes, int by) { return bits<Integers>(bits<SignedWords>(lanes) >> by); }
@@ -63,6 +64,9 @@ inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) { return _m
 inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm512_cvtph_ps(halves); }
 inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) { return bits<Floats>(left32(_mm512_cvtepu16_epi32(halves), 16)); }
 inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm512_cvtepi8_epi16(bytes); }
+inline __attribute__((always_inline)) Integers widen_to_32(const uint8_t* bytes) { return _mm512_cvtepu8_epi32(load<__m128i>(bytes)); }
+// Of products of signed lanes of 16 bits the upper 16.
+inline __attribute__((always_inline)) Integers upper_products(Integers a, Integers b) { return _mm512_mulhi_epi16(a, b); }
 inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm512_castsi512_si256(lanes); }
 inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm512_extracti64x4_epi64(lanes, 1); }
 inline __attribute__((always_inline)) Floats both_parities(const float* x) {
@@ -131,6 +135,8 @@ inline __attribute__((always_inline)) int32_t sum_of(Integers lanes) {
 inline __attribute__((always_inline)) Floats halves_to_floats(HalfIntegers halves) { return _mm256_cvtph_ps(halves); }
 inline __attribute__((always_inline)) Floats bf16_to_floats(HalfIntegers halves) { return bits<Floats>(left32(_mm256_cvtepu16_epi32(halves), 16)); }
 inline __attribute__((always_inline)) Integers widen_bytes(HalfIntegers bytes) { return _mm256_cvtepi8_epi16(bytes); }
+inline __attribute__((always_inline)) Integers widen_to_32(const uint8_t* bytes) { return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(bytes))); }
+inline __attribute__((always_inline)) Integers upper_products(Integers a, Integers b) { return _mm256_mulhi_epi16(a, b); }
 inline __attribute__((always_inline)) HalfIntegers lower(Integers lanes) { return _mm256_castsi256_si128(lanes); }
 inline __attribute__((always_inline)) HalfIntegers upper(Integers lanes) { return _mm256_extracti128_si256(lanes, 1); }
 inline __attribute__((always_inline)) Floats both_parities(const float* x) {

@@ -4,6 +4,8 @@
 // The inputs of a part become integers, in one term or in several (integers_of_rows.h).
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
+// Scales of MXFP4 and Q4_K are integers times one number of 128 k: the sum of these k is the sum of code * integer * x, exact too. Rows
+// have one scale for them, and panels have codes times integers.
 // Rows rounded to INT8 (int8.h, int8_parts.h) times eight-bit weights have the same products, as AVX2 multiplies eight bits by eight, exactly,
 // no faster than sixteen: VPMADDUBSW takes one unsigned operand, whose sign another instruction moves, and two of its sums fill 16 bits.
 // Up to kPackedRows rows are multiplied with the packed bytes, more with panels of 128 k of kPanels pairs in 16 bits (8 KiB each, in the L1),
@@ -11,6 +13,7 @@
 // any number of rows, pairs and threads.
 // Reads packed weights once a term, rows once a task. Writes totals [pair][row][32]. Any alignment.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "integers_of_rows.h"
@@ -22,6 +25,7 @@ namespace {
 constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
 constexpr int kVectorBytes = sizeof(Integers);
+constexpr int kFoldedPairs = kStep / 2;           // k pairs with the same integers
 constexpr int kPackedRows = kIsWide ? 8 : 4;      // rows multiplied with packed bytes, at a time
 constexpr int kPanels = kIsWide ? 2 : 1;          // column pairs per register tile
 constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times panels at most
@@ -40,7 +44,20 @@ struct IntegerRows {
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
 // returns those of k pair r in lanes of 16 bits, of one column and parity each. kSumScale: sums are multiplied by it. kTopBit: of x, so
-// that products of 32 k fit 32 bits.
+// that products of 32 k fit 32 bits. kFolds: whether scales are integers times a number of a unit; then of_part(sum of a part, integers)
+// and of_codes(codes, integers) are their products.
+
+// Of a unit of a pair; `integers`: of the columns of each part, where the policy folds them.
+struct IntegerParts : UnitParts {
+  int num_minima = 0;  // of a unit whose integers are folded
+  alignas(64) int32_t integers[kMostUnitParts * kPairColumns];
+
+  template <typename Policy>
+  void load_as(const Columns& w, int pair, int step, int steps) {
+    if constexpr (Policy::kFolds) Policy::read(w, pair, step, steps, *this);
+    else load_of(w, pair, step, steps);
+  }
+};
 
 // Right by `bit`, without the bits above `width`: no instruction more than that takes, as both are known when it is inlined.
 inline __attribute__((always_inline)) Integers cut(Integers lanes, int bit, int width) {
@@ -53,6 +70,7 @@ template <int Format, int Pairs>
 struct Pieces {
   static constexpr int kPairs = Pairs, kTopBit = 14;
   static constexpr float kSumScale = 1.0f;
+  static constexpr bool kFolds = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -68,10 +86,31 @@ using FourBits = Pieces<kInt4, 4>;
 using FiveBits = Pieces<kQ5K, kStep / 2>;
 using SixBits = Pieces<kQ6K, kStep / 4>;
 
+// 15 * 63 * 128 k * 2^14 < 2^31.
+struct Q4K : FourBits {
+  static constexpr int kTopBit = 13;
+  static constexpr bool kFolds = true;
+
+  static void read(const Columns& w, int pair, int step, int steps, IntegerParts& to) {
+    const uint8_t* from = w.part_scales + size_t(pair) * w.pair_scales + size_t(step / kSuperSteps) * super_bytes(w.format);
+    super_scales_with_minima(from, step % kSuperSteps, steps, to.scale_of, to.minimum_of, to.integers);
+    to.scales = to.scale_of;
+    to.minima = nullptr;
+    to.num_parts = 1;
+    to.num_minima = steps;
+    to.pairs = steps * kFoldedPairs;
+  }
+  static inline __attribute__((always_inline)) Integers of_part(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) * bits<Sums>(by)); }
+  static inline __attribute__((always_inline)) Integers of_codes(Integers codes, Integers by) {
+    return bits<Integers>(bits<Words>(codes) * bits<Words>(by | left32(by, 16)));
+  }
+};
+
 // Twice the value of an e2m1 code, in the upper byte.
 struct TwiceE2m1 {
   static constexpr int kPairs = 4, kTopBit = 13;
   static constexpr float kSumScale = 1.0f / 512;
+  static constexpr bool kFolds = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -82,10 +121,46 @@ struct TwiceE2m1 {
   }
 };
 
+// With scales from 2^-6 to 1 of the greatest of the unit, as shifts to the right: 12 * 2^6 * 128 k * 2^14 < 2^31. A unit with others has a
+// scale for each part, and shifts that do not differ.
+struct Mxfp4 : TwiceE2m1 {
+  static constexpr float kSumScale = 1.0f / 128;
+  static constexpr bool kFolds = true;
+  static constexpr int kBits = 6, kShift = 8 - kBits;  // what remains of the upper byte
+
+  static void read(const Columns& w, int pair, int step, int steps, IntegerParts& to) {
+    const uint8_t* from = group_scales(w, pair, step);
+    const auto exponents = [from](int part) { return load<__m256i>(from + part * kPairColumns); };
+    __m256i most = exponents(0), least = most;
+    for (int part = 1; part < steps; ++part) {
+      most = _mm256_max_epu8(most, exponents(part));
+      least = _mm256_min_epu8(least, exponents(part));
+    }
+    const __m256i range = _mm256_subs_epu8(_mm256_sub_epi8(most, least), _mm256_set1_epi8(kBits));
+    const bool folds = _mm256_testz_si256(range, range);
+    to.scales = to.scale_of;
+    to.minima = nullptr;
+    to.num_parts = folds ? 1 : steps;
+    to.pairs = folds ? steps * kFoldedPairs : kFoldedPairs;
+    alignas(32) uint8_t of_unit[kPairColumns];
+    store(of_unit, most);
+    const uint8_t* scales = folds ? of_unit : from;
+    for (int at = 0; at < to.num_parts * kPairColumns; at += kLanes) store(to.scale_of + at, group_scales_of(w.format, scales + at));
+    for (int at = 0; at < steps * kPairColumns; at += kLanes)
+      store(to.integers + at, all32(kShift) + (folds ? minus32(widen_to_32(of_unit + at % kPairColumns), widen_to_32(from + at)) : Integers{}));
+  }
+  static inline __attribute__((always_inline)) Integers of_part(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) >> bits<Sums>(by)); }
+  static inline __attribute__((always_inline)) Integers of_codes(Integers codes, Integers by) {
+    const Integers factor = bits<Integers>(bits<Sums>(all32(1 << 16)) >> bits<Sums>(by));
+    return upper_products(codes, factor | left32(factor, 16));
+  }
+};
+
 // Four k of a column are a word.
 struct Bytes {
   static constexpr int kPairs = 2, kTopBit = 14;
   static constexpr float kSumScale = 1.0f;
+  static constexpr bool kFolds = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -121,11 +196,14 @@ struct Totals {
   static constexpr int kOfPairs = (V + kVectors - 1) / kVectors;
   const SomeRows<N> rows;
   const int first;
-  const float *scales[kOfPairs], *minima[kOfPairs];  // of the vectors from `first` on
+  const float *scales[kOfPairs], *minima[kOfPairs], *folded_minima[kOfPairs];  // of the vectors from `first` on
+  const int num_minima;
   Floats held[Held ? N : 1][Held ? V : 1];
 
-  inline __attribute__((always_inline)) Totals(const UnitParts* parts, const SomeRows<N>& some, int from) : rows(some), first(from) {
+  inline __attribute__((always_inline)) Totals(const IntegerParts* parts, const SomeRows<N>& some, int from)
+      : rows(some), first(from), num_minima(parts->num_minima) {
     for (int p = 0; p < kOfPairs; ++p) {
+      folded_minima[p] = parts[p].minimum_of + first * kLanes;
       scales[p] = parts[p].scales == nullptr ? nullptr : parts[p].scales + first * kLanes;
       minima[p] = parts[p].minima == nullptr ? nullptr : parts[p].minima + first * kLanes;
     }
@@ -158,6 +236,25 @@ struct Totals {
       }
     }
   }
+  inline __attribute__((always_inline)) void take_minima() {
+#pragma GCC unroll 8
+    for (int m = 0; m < N; ++m) {
+      Floats after[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) after[v] = Held ? held[Held ? m : 0][Held ? v : 0] : load<Floats>(rows.at(m, first + v));
+      for (int part = 0; part < num_minima; ++part) {
+        const Floats x = all(rows.of.sums[part * rows.of.num_rows + m]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v)
+          after[v] = minus_times(x, load<Floats>(folded_minima[v / kVectors] + part * kPairColumns + kLanes * (v % kVectors)), after[v]);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (Held) held[m][v] = after[v];
+        else store(rows.at(m, first + v), after[v]);
+      }
+    }
+  }
   // Totals that are integers until the end.
   inline __attribute__((always_inline)) void add_whole(const Integers (&sums)[N][V]) {
 #pragma GCC unroll 8
@@ -169,6 +266,7 @@ struct Totals {
     if (!kIsWide && scales[0] == nullptr) add_whole(sums);
     else if (minima[0] != nullptr) add_as<true>(sums, part);
     else add_as<false>(sums, part);
+    if (num_minima != 0) take_minima();
   }
   inline __attribute__((always_inline)) void put() const {
     if constexpr (Held) {
@@ -184,7 +282,7 @@ struct PackedUnit {
   const uint8_t* packed;
   size_t step_bytes;
   int num_pairs;
-  const UnitParts* parts;  // of each pair
+  const IntegerParts* parts;  // of each pair
 
   int end(int part) const { return (part + 1) * parts->pairs < num_pairs ? (part + 1) * parts->pairs : num_pairs; }
 };
@@ -192,11 +290,15 @@ struct PackedUnit {
 // Sums of each row and column besides the first, which are added at the end of a part: VPDPWSSD takes five cycles, longer than four-bit codes
 // of one or two rows need otherwise.
 template <typename Policy>
-constexpr int further_sums(int rows) { return kIsWide && std::is_same_v<Policy, FourBits> && rows <= 2 ? 4 / rows - 1 : 0; }
+constexpr int further_sums(int rows) { return kIsWide && std::is_base_of_v<FourBits, Policy> && rows <= 2 ? 4 / rows - 1 : 0; }
 
-// The products of k pairs R and above that a line holds.
+// Up to these rows integers multiply sums of parts, above codes.
+constexpr int kFoldedSums = 4;
+
+// The products of k pairs R and above that a line holds. integers: that multiply codes, or sums later.
 template <typename Policy, int R, int N, int V>
-inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, Integers (&sums)[N][V], Integers (*further)[N][V]) {
+inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, const Integers (&integers)[V], Integers (&sums)[N][V],
+                                                    Integers (*further)[N][V]) {
   constexpr int kSum = R % (further_sums<Policy>(N) + 1);
   Integers (&to)[N][V] = kSum == 0 ? sums : further[kSum == 0 ? 0 : kSum - 1];
   Integers two[N];
@@ -204,11 +306,12 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
   for (int m = 0; m < N; ++m) two[m] = two_inputs(x + m * kUnitInputs + 2 * R);
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    const Integers codes = Policy::template get<R>(line + kVectorBytes * v);
+    Integers codes = Policy::template get<R>(line + kVectorBytes * v);
+    if constexpr (Policy::kFolds && N > kFoldedSums) codes = Policy::of_codes(codes, integers[v]);
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m) add_products(codes, two[m], to[m][v]);
   }
-  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, sums, further);
+  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, integers, sums, further);
 }
 
 // A unit of some pairs, in all `vectors` of columns, times N rows, V vectors at a time: add(sums, first, from, end) adds the products of
@@ -233,19 +336,39 @@ inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& u
 template <typename Policy, int N, int V>
 __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
-  multiply_parts_of<N, V, kIsWide && N <= 4>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
-    constexpr int kFurther = further_sums<Policy>(N);
-    Integers further[kFurther + 1][N][V] = {};
-    for (int at = from; at < end; at += Policy::kPairs) {
-      const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
-      for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
-      add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, sums, further);
-    }
+  multiply_parts_of<N, V, kIsWide && N <= (Policy::kFolds ? 2 : 4)>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+    const auto add_pairs = [&](Integers (&to)[N][V], const Integers (&integers)[V], int part_from, int part_end) __attribute__((always_inline)) {
+      constexpr int kFurther = further_sums<Policy>(N);
+      Integers further[kFurther + 1][N][V] = {};
+      for (int at = part_from; at < part_end; at += Policy::kPairs) {
+        const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
+        for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
+        add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, integers, to, further);
+      }
 #pragma GCC unroll 4
-    for (int each = 0; each < kFurther; ++each)
+      for (int each = 0; each < kFurther; ++each)
 #pragma GCC unroll 8
-      for (int m = 0; m < N; ++m)
-        for (int v = 0; v < V; ++v) sums[m][v] = plus32(sums[m][v], further[each][m][v]);
+        for (int m = 0; m < N; ++m)
+          for (int v = 0; v < V; ++v) to[m][v] = plus32(to[m][v], further[each][m][v]);
+    };
+    Integers integers[V] = {};
+    if constexpr (Policy::kFolds) {
+      for (int at = from; at < end; at += kFoldedPairs) {
+        for (int v = 0; v < V; ++v) integers[v] = load<Integers>(unit.parts->integers + at / kFoldedPairs * kPairColumns + kLanes * (first + v));
+        if constexpr (N > kFoldedSums) {
+          add_pairs(sums, integers, at, at + kFoldedPairs);
+          continue;
+        }
+        Integers part[N][V] = {};
+        add_pairs(part, integers, at, at + kFoldedPairs);
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sums[m][v] = plus32(sums[m][v], Policy::of_part(part[m][v], integers[v]));
+      }
+    } else {
+      add_pairs(sums, integers, from, end);
+    }
   });
 }
 
@@ -314,9 +437,11 @@ __attribute__((noinline)) void multiply_panels(const PackedUnit& unit, const Nex
 }
 
 template <typename Policy, int R = 0>
-inline __attribute__((always_inline)) void expand_line(const uint8_t* line, uint8_t* panel, size_t row) {
-  store(panel + R * row, Policy::template get<R>(line));
-  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, panel, row);
+inline __attribute__((always_inline)) void expand_line(const uint8_t* line, Integers integers, uint8_t* panel, size_t row) {
+  const Integers codes = Policy::template get<R>(line);
+  if constexpr (Policy::kFolds) store(panel + R * row, Policy::of_codes(codes, integers));
+  else store(panel + R * row, codes);
+  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, integers, panel, row);
 }
 
 // Some steps of a pair -> panel [k pair][32 columns][2], `row` bytes from one k pair to the next.
@@ -324,8 +449,11 @@ template <typename Policy>
 void expand_integers(const PackedUnit& unit, uint8_t* panel, size_t row) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
   for (int at = 0; at < unit.num_pairs; at += Policy::kPairs)
-    for (int v = 0; v < kVectors; ++v)
-      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v, panel + size_t(at) * row + kVectorBytes * v, row);
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t* integers = unit.parts->integers + at / kFoldedPairs * kPairColumns + kLanes * v;
+      expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v,
+                          Policy::kFolds ? load<Integers>(integers) : Integers{}, panel + size_t(at) * row + kVectorBytes * v, row);
+    }
 }
 
 // Vectors that so many rows are multiplied with at a time, so that all sums stay in registers. most: rows times all four of AVX2.
@@ -357,14 +485,19 @@ struct IntegerProduct {
     return {reinterpret_cast<int16_t*>(at), scales, sums, starts, starts + num_some * kMostScaledParts, num_some};
   }
 
-  // Inputs of one unit of row i; Part: inputs of a part.
-  template <int Part>
+  // Inputs of one unit of row i; Part: inputs of a part. Folds: parts have one scale.
+  template <int Part, bool Folds = false>
   void gather_unit(const uint16_t* x, int inputs, float factor, int top_bit, int term, const IntegerRows& to) const {
     const int base = excess(w);
     bool loses_much = false;
+    int largest[kMostScaledParts], of_all = 0;
+    for (int k = 0; k < inputs && Folds; k += Part) of_all = std::max(of_all, largest[k / Part] = largest_of<Part>(x + k, Part));
     for (int k = 0, at = 0; k < inputs; k += Part, at += num_some) {
       const bool whole = inputs - k >= Part;
-      const IntegerPart of = whole ? to_integers<Part>(x + k, Part, top_bit, term, to.x + k) : to_integers<0>(x + k, inputs - k, top_bit, term, to.x + k);
+      if (!Folds) of_all = largest[k / Part] = whole ? largest_of<Part>(x + k, Part) : largest_of<0>(x + k, inputs - k);
+      const Largest bf16 = {largest[k / Part], of_all};
+      const IntegerPart of = whole ? to_integers<Part>(x + k, Part, bf16, top_bit, term, to.x + k)
+                                   : to_integers<0>(x + k, inputs - k, bf16, top_bit, term, to.x + k);
       const float scale = of.scale * factor;
       to.scales[at] = scale;
       to.sums[at] = scale * float(of.sum);
@@ -377,7 +510,7 @@ struct IntegerProduct {
   template <typename Policy>
   void gather(int step0, int steps, int term, uint8_t* chunk) const {
     const int part = w.groups != nullptr ? kStep / groups_of_step(w.format) : has_parts(w.format) ? 2 * w.part_pairs : unit * kStep;
-    const auto of_parts = part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
+    const auto of_parts = Policy::kFolds ? &IntegerProduct::gather_unit<32, true> : part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
                           part == 64 ? &IntegerProduct::gather_unit<64> : &IntegerProduct::gather_unit<kUnitInputs>;
     for (int i = 0; i < num_some; ++i) {
       const uint16_t* x = rows.bf16(some[i]) + size_t(step0) * kStep;
@@ -454,8 +587,10 @@ struct IntegerProduct {
   void multiply_unit(PackedUnit unit, const IntegerRows& of, int pair) const {
     const size_t k_pair = w.step_bytes / (kStep / 2);
     const NextUnit next = {unit.packed + prefetch_bytes(w.prefetch, unit.num_pairs * k_pair), k_pair, w.pair_bytes};
-    for (int p = 0; p < P; ++p, unit.packed += w.pair_bytes) expand_integers<Policy>(unit, scratch.panel + p * kPanelRow, P * kPanelRow);
+    const IntegerParts* const parts = unit.parts;
+    for (int p = 0; p < P; ++p, unit.packed += w.pair_bytes, ++unit.parts) expand_integers<Policy>(unit, scratch.panel + p * kPanelRow, P * kPanelRow);
     unit.packed = scratch.panel;
+    unit.parts = parts;
     const auto multiply = [&](const auto& some_rows, bool first) {
       constexpr int kRows = std::decay_t<decltype(some_rows)>::kRows;  // some_rows.kRows would be no constant for clang
       multiply_panels<kRows, kIsWide ? P * kVectors : vectors_of_rows(kRows, 3), P>(unit, first ? next : NextUnit{}, some_rows);
@@ -466,7 +601,7 @@ struct IntegerProduct {
 
   template <typename Policy>
   void multiply(bool direct, int term) {
-    UnitParts parts[kPanels];
+    IntegerParts parts[kPanels];
     const ScalesAhead scales_ahead(w);
     const size_t fitting = w.gather_bytes / (size_t(num_some) * kIntegerRowBytes);
     const int chunk = (fitting < 1 ? 1 : int(fitting)) * unit;
@@ -484,7 +619,7 @@ struct IntegerProduct {
           const int steps = chunk_steps - s < unit ? chunk_steps - s : unit, step = step0 + s;
           for (int p = 0; p < pairs; ++p) {
             if (w.part_scales != nullptr && step % kSuperSteps == 0) scales_ahead(w, pair + p, step);
-            parts[p].load_of(w, pair + p, step, steps);
+            parts[p].load_as<Policy>(w, pair + p, step, steps);
           }
           if (of_codes && !has_parts(w.format) && w.scales == nullptr) parts->scales = nullptr;
           const uint8_t* packed = w.data + size_t(pair) * w.pair_bytes + size_t(step) * w.step_bytes;
@@ -529,8 +664,9 @@ inline void with_policy(int format, Use use) {
   switch (format) {
     case kInt8:
     case kInt8Groups: return use(Bytes{});
-    case kMxFp4:
+    case kMxFp4: return use(Mxfp4{});
     case kNvFp4: return use(TwiceE2m1{});
+    case kQ4K: return use(Q4K{});
     case kInt5:
     case kQ5K: return use(FiveBits{});
     case kQ6K: return use(SixBits{});

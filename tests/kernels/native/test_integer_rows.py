@@ -1,5 +1,7 @@
 """On AVX2 bf16 rows times integer codes become integers: what an outlier in a row costs, and bits."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,27 +26,32 @@ OUTLIER = 69  # not the first column of a part
 FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True) for bound in (5, 1))
 
 
-def layer_that_ignores(column: int, scheme: QuantScheme, factor: float = 1.0) -> Layer:
-    """Experts with a zero column in w13 and one output scaled by `factor`; all schemes here represent 0 exactly."""
+def layer_of(scheme: QuantScheme, change: Callable[[Tensor], Tensor]) -> Layer:
+    """Experts whose w13 is changed before it is quantised."""
     stored = {storage.scheme: storage for storage in Storage}
     if scheme in stored:
         layer = Layer(1, HIDDEN, INTER, stored[scheme])
         for name in ("gate", "up"):
-            q = scheme.quantize(without(column, layer.weight(name, 0)[None].float(), factor))
+            q = scheme.quantize(change(layer.weight(name, 0)[None].float()))
             layer.parts[name], layer.scales[name], layer.above[name] = q.values, q.scales, q.global_scale
         return layer
     parts = PartsLayer(1, HIDDEN, INTER, scheme=scheme)
     for name in ("gate", "up"):
-        q = scheme.quantize(without(column, parts.weight(name, 0)[None].float(), factor))
+        q = scheme.quantize(change(parts.weight(name, 0)[None].float()))
         scales = None if q.scales is None else q.scales.to(parts.dtype)
         parts.tensors[name] = QuantTensor(q.values, scales, scheme, None, q.zeros)
     return parts
 
 
-def without(column: int, weights: Tensor, factor: float) -> Tensor:
-    weights[..., column] = 0
-    weights[:, OUTLIER] *= factor
-    return weights
+def layer_that_ignores(column: int, scheme: QuantScheme, factor: float = 1.0) -> Layer:
+    """Experts with a zero column in w13 and one output scaled by `factor`; all of SCHEMES represent 0 exactly."""
+
+    def without(weights: Tensor) -> Tensor:
+        weights[..., column] = 0
+        weights[:, OUTLIER] *= factor
+        return weights
+
+    return layer_of(scheme, without)
 
 
 def rows_with(outlier: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +83,41 @@ def test_inputs_beside_an_outlier_keep_their_precision(
             y = run(here, packed, rows, mode)
             for row in range(3):
                 assert error(y[row], wanted[row]) < 5e-3, (here[1], row, mode.tuning)
+
+
+@pytest.mark.parametrize("apart", [0, 3, 6, 7, 12, 40])
+@pytest.mark.parametrize(
+    "scheme", [Storage.MXFP4.scheme, GGUF["q4_k"], GGUF["q5_k"], GROUPED["int4_g32"]], ids=lambda s: s.name
+)
+def test_neighbouring_parts_of_any_magnitude_count_as_much(
+    isas: list[IsaHere], scheme: QuantScheme, apart: int
+) -> None:
+    # Weights of one part of each 128 inputs are 2^-apart of the others, and its inputs are as much larger.
+    k = torch.arange(HIDDEN)
+    factor = torch.where(k // 32 % 4 == k // 128 % 4, 2.0**-apart, 1.0)
+    layer = layer_of(scheme, lambda weights: weights * factor)
+    x, ids, weights = batch(11, HIDDEN, 1, 1)
+    x[1:] = (x[1:] / factor).bfloat16()
+    ids.zero_()
+    wanted = layer.reference(x, ids, weights, FEW)
+    for here in isas:
+        packed = layer.pack(here[0])
+        y = run(here, packed, (x, ids, weights), PANELS)
+        for row in range(11):
+            assert error(y[row], wanted[row]) < 6e-3, (here[1], row)
+        assert torch.equal(y[1:4], run(here, packed, (x[1:4], ids[1:4], weights[1:4]), FEW)), here[1]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, GGUF["q4_k"], GGUF["q5_k"]], ids=lambda s: s.name)
+def test_sums_of_the_largest_codes_and_inputs_fit(isas: list[IsaHere], scheme: QuantScheme) -> None:
+    layer = layer_of(scheme, lambda weights: torch.full_like(weights, 2.0))
+    x, ids, weights = batch(11, HIDDEN, 1, 1)
+    x.fill_(255 / 128)  # all eight significant bits
+    wanted = layer.reference(x, ids.zero_(), weights, FEW)
+    for here in isas:
+        for mode in (FEW, PANELS):
+            y = run(here, layer.pack(here[0]), (x, ids, weights), mode)
+            assert error(y, wanted) < 6e-3, (here[1], mode.tuning)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2e3])
