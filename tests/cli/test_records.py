@@ -7,42 +7,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from moe_mk import MoELayer
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.like import write_like
 from moe_mk.lab.trace.record_compare import SAMPLE
-from moe_mk.router import Router
+from moe_mk.weights import SafetensorsSource
 from tests.cli.conftest import Invoke
 
-EXPERTS, TOP_K, HIDDEN, INNER, LAYERS, TOKENS = 8, 2, 32, 16, (1, 2, 3), 60
-CONFIG = {
-    "model_type": "deepseek_v3", "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K, "n_group": 2, "topk_group": 1, "n_shared_experts": 0, "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu",
-    "num_hidden_layers": 4, "first_k_dense_replace": 1, "torch_dtype": "bfloat16",
-}  # fmt: skip
+HIDDEN, LAYERS, TOKENS = 128, (1, 2, 3), 60
+SHAPE = CheckpointShape(8, HIDDEN, 128, 0, LAYERS, top_k=2, num_groups=2, top_k_groups=1, quant="bf16")
+PUBLISHED = json.loads((Path(__file__).parents[1] / "config/published.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of three layers with experts, hidden states before their gates, and a record of what they choose."""
-    made, draw = tmp_path_factory.mktemp("records"), torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
+    made, draw = tmp_path_factory.mktemp("records") / "made", torch.Generator().manual_seed(0)
+    write_checkpoint(made, SHAPE, threads=1)
     hidden: dict[str, torch.Tensor] = {}
     ids: list[torch.Tensor] = []
-    router = Router(TOP_K, 2, 1, "sigmoid")
     for layer in LAYERS:
-        prefix = f"model.layers.{layer}.mlp."
-        gate_EH = torch.randn(EXPERTS, HIDDEN, generator=draw).bfloat16()
-        bias_E = torch.randn(EXPERTS, generator=draw) * 0.3
-        tensors |= {prefix + "gate.weight": gate_EH, prefix + "gate.e_score_correction_bias": bias_E}
-        for expert in range(EXPERTS):
-            for name, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
-                tensors[f"{prefix}experts.{expert}.{name}_proj.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
-        x_RH = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
-        hidden[f"model.layers.{layer}.hidden_states"] = x_RH
-        ids.append(router(x_RH.float() @ gate_EH.float().T, bias_E).ids_TK)
-    save_file(tensors, made / "model.safetensors")
-    (made / "config.json").write_text(json.dumps(CONFIG))
+        x_RH = hidden[f"model.layers.{layer}.hidden_states"] = torch.randn(TOKENS, HIDDEN, generator=draw)
+        ids.append(MoELayer.from_checkpoint(made, layer, dtype=torch.float32).route(x_RH).ids_TK)
     save_file(hidden, made / "hidden.safetensors")
     record = torch.stack(ids, 1)[:-1].numpy()
     np.save(made / "right.npy", record)
@@ -72,14 +60,25 @@ def test_a_record_is_checked_by_the_gates_of_its_checkpoint(folder: Path, invoke
 
 @pytest.mark.row("177")
 def test_some_layers_suffice_and_logits_as_well(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    hidden, weights = load_file(folder / "hidden.safetensors"), load_file(folder / "model.safetensors")
-    x_RH, gate_EH = hidden["model.layers.2.hidden_states"], weights["model.layers.2.mlp.gate.weight"]
-    save_file({"layers.2.router_logits": x_RH.float() @ gate_EH.float().T}, tmp_path / "logits.safetensors")
+    x_RH = load_file(folder / "hidden.safetensors")["model.layers.2.hidden_states"]
+    gate_EH = SafetensorsSource(folder).read("model.layers.2.mlp.gate.weight")
+    save_file({"layers.2.router_logits": x_RH @ gate_EH.float().T}, tmp_path / "logits.safetensors")
     against = ("--checkpoint", folder, "--inputs", tmp_path / "logits.safetensors")
     assert checked(invoke, 0, folder / "right.npy", *against)["agreement_X"] == {"2": 1.0}
     assert checked(invoke, 1, folder / "swapped.npy", *against)["findings"][0]["fault"] == "unexplained"
+
+
+@pytest.mark.parametrize("name", ["openai--gpt-oss-20b", "google--gemma-4-26B-A4B"])
+def test_gates_choose_from_hidden_states_what_layers_choose(name: str, invoke: Invoke, tmp_path: Path) -> None:
+    """Of a gate with a bias, and of one that scales a normalised input."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    number = write_like(tmp_path / "small", tmp_path / "config.json")
+    layer = MoELayer.from_checkpoint(tmp_path / "small", number, dtype=torch.float32)
+    x_RH = torch.randn(TOKENS, layer.config.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    save_file({f"layers.{number}.hidden_states": x_RH}, tmp_path / "hidden.safetensors")
+    np.save(tmp_path / "record.npy", layer.route(x_RH).ids_TK[:-1, None].numpy())
+    against = ("--checkpoint", tmp_path / "small", "--inputs", tmp_path / "hidden.safetensors")
+    assert checked(invoke, 0, tmp_path / "record.npy", *against)["agreement_X"] == {str(number): 1.0}
 
 
 @pytest.mark.row("177")

@@ -15,6 +15,7 @@ from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.checkpoints import config_problems, reading_of
 from moe_mk.weights import inspect_checkpoint
 from tests.cli.conftest import printed
+from tests.config.test_keys import PRUNED
 
 E, H, I, K = 6, 16, 8, 2
 CONFIG = {"model_type": "odd", "torch_dtype": "float32", "width": H, "sharpness": 1.5}
@@ -121,6 +122,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, changes: dict[str,
 def test_the_equation_is_given_by_name_or_inside_the_configuration(tmp_path: Path) -> None:
     written(tmp_path)
     alone = MoEConfig.from_hf(tmp_path)
+    quant = {"quant_method": "compressed-tensors", "moe_sparsity_config": PRUNED}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quant}))
+    assert MoEConfig.from_hf(tmp_path, layer=1).model.num_experts == 12, "of the layer that was pruned"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "layer_equation.json").rename(tmp_path / "other.json")
     with pytest.raises(ConfigError, match=r"no MoE layer is known for model_type 'odd'.*moe-mk derive"):
         MoEConfig.from_hf(tmp_path)

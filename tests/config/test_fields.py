@@ -6,7 +6,9 @@ Every key of a config.json changes the field of its meaning and no other.
 import ast
 import copy
 import json
+import math
 import pickle
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import moe_mk
 from moe_mk.config import MoEConfig
@@ -91,14 +94,14 @@ def leaves(data: Any, path: str = "") -> dict[str, Any]:
 
 
 @cache
-def annotations() -> dict[tuple[str, ...], Any]:
+def infos() -> dict[tuple[str, ...], FieldInfo]:
     found = {}
     for path in fields():
         cls: Any = MoEConfig
         for step in path[:-1]:
             annotation = cls.model_fields[step].annotation
             cls = next(each for each in (annotation, *get_args(annotation)) if is_section(each))
-        found[path] = cls.model_fields[path[-1]].annotation
+        found[path] = cls.model_fields[path[-1]]
     return found
 
 
@@ -111,7 +114,7 @@ def changed(path: tuple[str, ...]) -> tuple[MoEConfig, MoEConfig, Any]:
                 base = base.with_(residency={"policy": "lfu"} | ({"slots": 3} if path[-1] == "slots" else {}))
         except ConfigError:
             continue
-        for value in candidates(annotations()[path], at(base.model_dump(), path)):
+        for value in candidates(infos()[path].annotation, at(base.model_dump(), path)):
             data = base.model_dump()
             at(data, path[:-1])[path[-1]] = value
             try:
@@ -144,6 +147,24 @@ def test_a_field_is_itself_alone_and_every_copy_keeps_it(path: tuple[str, ...]) 
         others = {key: each for key, each in leaves(made.model.model_dump()).items() if "activation" not in key and
                   "swiglu_limit" not in key}  # fmt: skip
         assert {key: shared[key] for key in others} == others
+
+
+SIZES = "hidden_size moe_intermediate_size num_experts num_shared_experts hash_vocabulary max_num_tokens".split()
+"""What is refused beyond every machine, without counting up to it."""
+
+
+@pytest.mark.parametrize("path", fields(), ids=".".join)
+def test_a_value_beyond_what_a_field_states_is_refused_by_its_key(path: tuple[str, ...]) -> None:
+    assert path[-1] not in SIZES or any(hasattr(each, "le") for each in infos()[path].metadata)
+    steps = {"ge": -1, "gt": 0, "le": 1, "lt": 0}
+    beyond = [getattr(each, name) + by for each in infos()[path].metadata for name, by in steps.items()
+              if hasattr(each, name)]  # fmt: skip
+    for value in (*beyond, math.inf, math.nan, "no such value"):
+        data = changed(path)[0].model_dump()
+        at(data, path[:-1])[path[-1]] = value
+        if infos()[path].annotation is not str or value != "no such value":
+            with pytest.raises(ConfigError, match=re.escape(f"test: {'.'.join(path)}")):
+                MoEConfig.parse(data, "test")
 
 
 @pytest.mark.parametrize("path", [path for path in fields() if path[0] != "parallel"], ids=".".join)

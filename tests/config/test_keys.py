@@ -132,6 +132,7 @@ def changed_values(family: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     ):
         yield key, {**base, key: 3}, "refused"
         yield key, {**base, key: {"all": [3.0]}}, "refused"
+        yield key, {**base, key: True}, "refused"  # no factor of 1
     for key in {"norm_topk", "normalize_topk", "router_renormalize", "norm_topk_prob"} - base.keys():
         yield key, {**base, key: False}, "refused"
 

@@ -35,8 +35,10 @@ def test_permissive_traits_are_never_against_anything() -> None:
 
 
 def test_guarantees_that_are_not_stated_are_not_given() -> None:
-    asked = problem("h100", graphs=True, deterministic=True)
-    assert codes(Traits(summary="x", kinds=DEVICES), asked) == ["graphs", "deterministic"]
+    for setting in ("deterministic", "invariant"):
+        *_, reason = common_reasons(Traits(summary="x", kinds=DEVICES), problem("h100", **{setting: True}))
+        assert (reason.code, reason.fix) == ("deterministic", f"kernel.{setting} = false")
+    assert codes(Traits(summary="x", kinds=DEVICES), problem("h100", graphs=True)) == ["graphs"]
 
 
 def test_a_backend_that_states_no_kinds_of_device_is_used_on_a_cpu_only_and_warned_of() -> None:

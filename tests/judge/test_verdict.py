@@ -99,11 +99,12 @@ def test_a_fault_of_recorded_stages_is_placed_by_token_expert_and_block():
 
 
 @pytest.mark.parametrize(
-    ("fault", "stage"),
-    [("gate and up swapped", "w13"), ("scale squared, w2", "w2"), ("padding leaks", "weigh-and-sum")],
-)
-def test_recorded_stages_place_a_fault_too(fault, stage):
-    verdict = judge(Layer(kind="fp8_block", seed=2).case(fault, record=INTERMEDIATE))
+    ("fault", "stage", "record", "ranks"),
+    [("gate and up swapped", "w13", INTERMEDIATE, 1), ("scale squared, w2", "w2", INTERMEDIATE, 1),
+     ("padding leaks", "weigh-and-sum", INTERMEDIATE, 1), ("stale weight", "w2", ["rank_out"], 2)],
+)  # fmt: skip
+def test_recorded_stages_place_a_fault_too(fault, stage, record, ranks):
+    verdict = judge(Layer(kind="fp8_block", ep=ranks, tokens=16 // ranks, seed=2).case(fault, record=record))
     assert verdict.stage == stage and verdict.fault == fault.split(",")[0]
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from moe_mk.config import device_profile
 from moe_mk.experts.reference import ReferenceExperts
-from moe_mk.oracle.cost import all_tokens, combine_bytes, dispatch_bytes, experts_us, transport_us
+from moe_mk.oracle.cost import (
+    all_tokens,
+    combine_bytes,
+    dispatch_bytes,
+    expert_bytes,
+    experts_us,
+    mlp_bytes,
+    transport_us,
+)
 from moe_mk.prepare_finalize.base import Volume
 from moe_mk.quant.fp8 import FP8_1x128
 from moe_mk.quant.plain import BF16
@@ -39,6 +47,11 @@ def test_experts_take_the_longer_of_reading_and_multiplying_and_their_launches(
         expected = max(read_us / bandwidth, flops / (tflops * 1e6 * compute))
         expected += launches * (hit if per_expert else 1) * DEVICE.launch_us
         assert experts_us(asked, traits, fp8_math=fp8) == pytest.approx(expected)
+
+
+def test_shared_experts_have_the_width_of_tokens_and_routed_ones_that_of_projections() -> None:
+    asked = small(latent_size=64, num_shared_experts=1)
+    assert (expert_bytes(asked), mlp_bytes(asked, 128, shared=True)) == (3 * 128 * 64 * 2, 3 * 128 * 256 * 2)
 
 
 def test_bytes_of_rows_have_ids_and_weights_on_the_way_there_only() -> None:

@@ -31,14 +31,15 @@ from moe_mk.quant.plain import BF16
 
 SOURCE = """
 import torch
-from moe_mk.experts.base import ExpertsTraits, FusedExperts
+from base_of_a_stranger import Base
+from moe_mk.experts.base import ExpertsTraits
 from moe_mk.experts.reference import ReferenceMonolithic
 from moe_mk.oracle import Oracle
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.base import Volume
 from moe_mk.tokens import ExpertOutput, GroupedTokens, OutputStage
 
-class Experts(FusedExperts):
+class Experts(Base):
     traits = ExpertsTraits(
         summary="claims to be the fastest", emits={GroupedTokens: OutputStage.RAW}, computes=("plain",),
         weights=frozenset({"plain"}), kinds=frozenset({"cpu", "cuda"}), bandwidth=1.0, compute=1.0, launches=0,
@@ -72,6 +73,8 @@ class Inside(ReferenceMonolithic):
 class Chooses(Oracle):
     name, stored = "chooses", frozenset({"bf16"})
 """
+BASE = "from moe_mk.experts.base import FusedExperts\n\nclass Base(FusedExperts):\n    pass\n"
+FILES = {"wheel_of_a_stranger": SOURCE, "base_of_a_stranger": BASE}
 MODEL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "quant": {"weights": "bf16"}}
 CASE = Case(256, 128, 8, "bf16", "bf16")
 TOKENS = 64
@@ -80,7 +83,8 @@ TOKENS = 64
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module of another package whose classes are registered as stranger_..., in every registry."""
-    (tmp_path / "wheel_of_a_stranger.py").write_text(SOURCE)
+    for stem, source in FILES.items():
+        (tmp_path / f"{stem}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     module = import_module("wheel_of_a_stranger")
     entries = {
@@ -92,7 +96,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(registry._entries, name, cls)  # type: ignore[attr-defined]
         monkeypatch.setitem(registry._origin, name, "their-wheel (wheel_of_a_stranger:X)")  # type: ignore[attr-defined]
     yield module
-    del sys.modules["wheel_of_a_stranger"]
+    for stem in FILES:
+        del sys.modules[stem]
 
 
 def problem(ep: int = 1, tokens: int = TOKENS, device: str = "cpu", **overrides: Any) -> Problem:
@@ -201,10 +206,11 @@ def test_each_part_of_the_proof_is_required(wheel: Any, tmp_path: Path, spoil: C
     assert decision.chosen.experts != "stranger" and stranger_of(decision)
 
 
-def test_a_certificate_ends_with_a_change_of_the_code(wheel: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stem", FILES)
+def test_a_certificate_ends_with_a_change_of_the_code(wheel: Any, tmp_path: Path, stem: str) -> None:
     folder = tmp_path / "tuned"
     certify_and_time(wheel, folder)
-    Path(wheel.__file__).write_text(SOURCE + "\n# another line\n")
+    (tmp_path / f"{stem}.py").write_text(FILES[stem] + "\n# another line\n")
     decision = oracle.select(problem(tuned_dir=folder))
     assert decision.chosen.experts != "stranger" and "another version or machine" in stranger_of(decision)
 

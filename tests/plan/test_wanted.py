@@ -25,8 +25,11 @@ def test_what_is_eligible_needs_no_change() -> None:
 
 def test_changes_by_hand() -> None:
     # DeepEP's low-latency kernels need their library, and windows for kernel.max_num_tokens that fit their queues.
-    ways = stated(problem(ep=8, installed=("triton",)), "deepep_ll + triton", other_devices=False)
-    assert ["kernel.max_num_tokens = 256", "install deep_ep"] in ways and all("install deep_ep" in way for way in ways)
+    for batch in (128, 1024):  # a larger one is cut to the limit
+        asked = problem(ep=8, installed=("triton",), num_tokens=batch)
+        ways = stated(asked, "deepep_ll + triton", other_devices=False)
+        assert ["kernel.max_num_tokens = 256", "install deep_ep"] in ways
+        assert all("install deep_ep" in way for way in ways)
     assert stated(problem(device="cpu", ep=16), "one_sided + torch_cpu", other_devices=False)[0] == [
         "parallel.ranks_per_node = 16"
     ]

@@ -30,14 +30,6 @@ def test_a_routing_carries_int32_ids_and_f32_weights_of_the_grouped_choice() -> 
     assert routing.num_tokens == 32 and not routing.losses
 
 
-def test_one_group_is_plain_topk() -> None:
-    logits = normal(32, 32)
-    for scoring in ("softmax", "sigmoid"):
-        routing = Router(4, scoring_func=scoring, renormalize=False, routed_scaling_factor=2.0)(logits)
-        weights, ids = topk(logits, 4, scoring, False, 2.0)
-        assert torch.equal(routing.ids_TK, ids) and torch.equal(routing.weights_TK, weights)
-
-
 def test_model_router_dtype_rounds_scores_to_the_dtype_of_the_logits() -> None:
     logits = normal(64, 32).bfloat16()
     exact = Router(4, scoring_func="sigmoid", renormalize=False)(logits)

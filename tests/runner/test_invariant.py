@@ -182,6 +182,7 @@ def test_its_price_is_stated(checkpoints: Any) -> None:
     groups = ParallelGroups(ep=LockstepWorld(2).communicators()[0])
     plain, invariant = (DeepseekV3MoE(config.with_(invariant=on), groups=groups) for on in (False, True))
     assert isinstance(invariant.kernel, InvariantKernel)
+    assert [each.kernel.experts.context.batch_invariant for each in (plain, invariant)] == [False, True]
     one, other = plain.decision, invariant.decision
     assert other.combine_bytes > 1.5 * one.combine_bytes and other.dispatch_bytes > 1.5 * one.dispatch_bytes
     assert other.buffers.total > one.buffers.total

@@ -61,6 +61,11 @@ class End:
     window: OwnWindow
     seen: list[object] = field(default_factory=list)
 
+    @property
+    def link(self) -> Link:
+        """That to the first peer."""
+        return next(iter(self.exchange.channel.streams.values())).link  # type: ignore[return-value]
+
     def flag(self, flag: int) -> int:
         return self.window.words.load(flag * FLAG_BYTES)
 

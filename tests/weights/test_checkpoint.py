@@ -73,16 +73,15 @@ def test_only_owned_experts_are_opened(tiny: Shape, tiny_state: StateDict, monke
 
 def test_slots_follow_the_order_asked_for_and_replicas_share_memory(tiny: Shape, tiny_state: StateDict) -> None:
     weights = load(tiny_state, tiny.layer_spec(), owned=[3, 1, 3])
-    assert weights.facts.owned == (3, 1, 3)
     first, middle, last = weights.experts.slots
     assert first.up_IH.values.data_ptr() == last.up_IH.values.data_ptr() != middle.up_IH.values.data_ptr()
     assert same(first.up_IH, tiny_state[f"{PREFIX}experts.3.up_proj.weight"], first.up_IH.scales)
+    assert weights.facts.owned == (3, 1, 3) and len({*map(id, weights.experts.changed(torch.clone).slots)}) == 2
 
 
 def test_a_rank_without_experts_still_gets_gate_and_shared_experts(tiny: Shape, tiny_state: StateDict) -> None:
     weights = load(tiny_state, tiny.layer_spec(), owned=[])
-    assert weights.experts.num_slots == 0
-    assert weights.shared is not None
+    assert weights.experts.num_slots == 0 and weights.shared is not None
 
 
 def test_nothing_is_copied_from_the_mapped_file(tiny: Shape, tiny_directory: Path) -> None:

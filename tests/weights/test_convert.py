@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_mk import MoELayer
 from moe_mk.config import MoEConfig
+from moe_mk.config.hf import SECOND
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.checkpoints.checkpoint_shape import GGUF_FILES
@@ -74,6 +77,23 @@ def test_a_conversion_reports_what_it_did(quant: str, to: str, written: Callable
     exact = to == quant or (quant == "mxfp4" and to in ("bf16", "mxfp8"))
     assert (max(reported) == 0) if exact else (0 < max(reported) < 1.5 * scheme.relative_rms)
     assert json.loads((target / REPORT).read_text(encoding="utf-8"))["experts"][0]["expert"] == 0
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp8"])
+@pytest.mark.parametrize("place", ["dtype", "compression_config", "text_config", SECOND])
+def test_a_format_is_restated_wherever_it_is(place: str, to: str, written: Any, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(written("nvfp4"), tmp_path / "source"))
+    hf = json.loads((source / "config.json").read_text())
+    stated = {"quantization_config": hf.pop("quantization_config"), "dtype": "float16"}
+    del hf["torch_dtype"]
+    if place == SECOND:
+        (source / SECOND).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    changed = {"dtype": stated, "text_config": {"text_config": hf | stated, "model_type": "kimi_k25"},
+               "compression_config": {place: stated["quantization_config"]}, SECOND: {}}[place]  # fmt: skip
+    (source / "config.json").write_text(json.dumps(changed if place == "text_config" else hf | changed))
+    convert_checkpoint(source, tmp_path / "out", to)
+    assert MoEConfig.from_hf(tmp_path / "out").model.quant.weight_scheme == scheme_of_kind(kind_of_target(to))
+    MoELayer.from_checkpoint(tmp_path / "out", 1)
 
 
 def test_what_is_no_expert_is_copied_bit_for_bit(written: Callable[[str], Path], tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def test_a_header_that_cannot_be_is_reported(tmp_path: Path, header: dict[str, A
         read_header(file_of(tmp_path / "x.safetensors", header))
 
 
-def test_a_dtype_that_torch_lacks_is_kept_by_name(tmp_path: Path) -> None:
-    four, two = ({"dtype": "F4", "shape": [n], "data_offsets": at} for n, at in ((4, [0, 2]), (2, [2, 3])))
-    tensors = read_header(file_of(tmp_path / "x.safetensors", {"a": four, "b": two}, 3)).tensors
-    for entry, num_bytes in ((tensors["a"], 2), (tensors["b"], 1)):
+def test_a_dtype_that_torch_lacks_is_kept_by_name_and_so_are_tensors_without_values(tmp_path: Path) -> None:
+    a, b, c = ({"dtype": "F4", "shape": [n], "data_offsets": at} for n, at in ((4, [0, 2]), (2, [2, 3]), (0, [0, 0])))
+    tensors = read_header(file_of(tmp_path / "x.safetensors", {"a": a, "b": b, "c": c}, 3)).tensors
+    for entry, num_bytes in ((tensors["a"], 2), (tensors["b"], 1), (tensors["c"], 0)):
         assert (entry.dtype, entry.dtype_name, entry.num_bytes) == (None, "F4", num_bytes)
 
 

@@ -3,32 +3,22 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import official_state_dict
-from moe_mk.weights import LayerWeights, MappingSource, SafetensorsSource, load_layer
-
-PREFIX = "model.layers.3.mlp."
-
-
-@pytest.fixture
-def loaded(tiny: Shape, tiny_directory: Path) -> LayerWeights:
-    return load_layer(SafetensorsSource(tiny_directory), 3, tiny.layer_spec(), owned=[2, 0, 1, 3])
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+from moe_mk.lab.testing.bits import bits_of
+from moe_mk.weights import MappingSource, SafetensorsSource, load_layer
+from tests.weights.one_layer import PREFIX
 
 
 def test_official_names_out_and_in_again_give_the_same_weights(
-    tiny: Shape, loaded: LayerWeights, tiny_state: dict[str, Tensor]
+    tiny: Shape, tiny_directory: Path, tiny_state: dict[str, Tensor]
 ) -> None:
+    loaded = load_layer(SafetensorsSource(tiny_directory), 3, tiny.layer_spec(), owned=[2, 0, 1, 3])
     state = official_state_dict(loaded, PREFIX)
-    assert state.keys() == tiny_state.keys()
-    assert all(torch.equal(bits(state[name]), bits(tensor)) for name, tensor in tiny_state.items())
+    assert {name: bits_of(each) for name, each in state.items()} == {n: bits_of(each) for n, each in tiny_state.items()}
     again = load_layer(MappingSource(state), 3, tiny.layer_spec(), owned=[2, 0, 1, 3])
     assert again.num_bytes == loaded.num_bytes
     assert again.experts.slot(0).up_IH.values.data_ptr() == state[f"{PREFIX}experts.2.up_proj.weight"].data_ptr()

@@ -123,7 +123,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), (T, K) ids and (T, K) weights to (T, H), weighted and summed; ids outside the experts are skipped."""
-        if is_untraced(hidden_states) and not hidden_states.requires_grad:
+        if is_untraced(hidden_states) and not (hidden_states.requires_grad or top_k_weights.requires_grad):
             return self.run(hidden_states, top_k_index, top_k_weights)
         return PACKED.traced(hidden_states, top_k_index, top_k_weights, self._entry)
 

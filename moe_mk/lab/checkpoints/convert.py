@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.config.hf import SECOND, section_of
 from moe_mk.errors import ConfigError, WeightError
 from moe_mk.experts.held import is_kept, requantised, slot_held_as
 from moe_mk.files import read_json
@@ -357,23 +358,24 @@ def _write_config(source: Path, root: Path, to: str) -> None:
 
     Symbolic links to files outside the folder are skipped. Of a GGUF model the keys follow from its metadata.
     """
-    if is_gguf(source):
-        _write_config_json(root, _hf_of(GgufSource(source)), to)
-        return
-    if not source.is_dir():
-        return
-    for file in sorted(source.iterdir()):
+    from_gguf = is_gguf(source)
+    for file in sorted(source.iterdir()) if source.is_dir() and not from_gguf else ():
         own = file.is_file() and is_inside(source, file.name)
-        if own and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json", REPORT):
+        if own and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json", SECOND, REPORT):
             shutil.copy2(file, root / file.name)
-    if not (source / "config.json").is_file():
+    if not from_gguf and not (source / "config.json").is_file():
         return
-    _write_config_json(root, read_json(source / "config.json"), to)
-
-
-def _write_config_json(root: Path, config: dict[str, Any], to: str) -> None:
-    config.pop("quantization_config", None)
     packing = PACKED[to][0] if to in PACKED else ""
     quantization = quantization_config(kind_of_target(to), (128, 128), packing=packing)
-    config |= {"quantization_config": quantization} if quantization else {"torch_dtype": "bfloat16"}
+    stated = {"quantization_config": quantization} if quantization else {"torch_dtype": "bfloat16"}
+    config = _hf_of(GgufSource(source)) if from_gguf else read_json(source / "config.json")
+    config = _without_format(config, is_plain=not quantization) | stated
     (root / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_format(config: Mapping[str, Any], *, is_plain: bool) -> dict[str, Any]:
+    """A config.json without a format of experts, also in the section of a text model; is_plain: in bf16 throughout."""
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    kept |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if is_plain and key in kept}
+    section = section_of(kept)
+    return kept if section is None else kept | {section: _without_format(kept[section], is_plain=is_plain)}

@@ -20,12 +20,10 @@ from moe_mk.lab.files import expect_small_header
 from moe_mk.lab.trace.record_check import Report, check_record
 from moe_mk.lab.trace.records import ModelFacts, RecordedSequence, RoutingRecord, Sizes, read_record
 from moe_mk.lab.trace.routing_forward import TraceError
-from moe_mk.layer.settings import config_of, router_of
+from moe_mk.layer.settings import config_of, layer_spec_of, router_of, stated
 from moe_mk.router.gate import gate_logits
-from moe_mk.weights.checkpoint import find_prefix
-from moe_mk.weights.completeness import recognise_block
+from moe_mk.weights.checkpoint import load_layer
 from moe_mk.weights.gguf_source import open_source
-from moe_mk.weights.names import local_names
 
 INPUT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(hidden_states|router_logits)")
 
@@ -97,16 +95,15 @@ def chosen_by_gates(
     given, lengths = _inputs(inputs, facts)
     source, router, ids = open_source(checkpoint), router_of(config), dict[int, Tensor]()
     for layer, (kind, values) in sorted(given.items()):
-        prefix = find_prefix(source, layer)
-        names = recognise_block(source, prefix, local_names(source.names(), prefix))
-        bias_E = source.read(prefix + names.bias).float() if config.router.has_correction_bias else None
+        spec = layer_spec_of(stated(config_of(checkpoint, layer), checkpoint, layer))
+        weights = load_layer(source, layer, spec, owned=())
+        bias_E, logits_TE = weights.bias_E, values
         if bias_E is None and config.router.group_score == "two_best":
             bias_E = torch.zeros(facts.num_experts, dtype=torch.float32, device="cpu")
-        logits_TE = values
         if kind == "hidden_states":
-            logits_TE = gate_logits(values.float(), source.read(prefix + names.router).float())
-            if config.router.has_logit_bias:
-                logits_TE = logits_TE + source.read(prefix + names.logit_bias).float()
+            logits_TE = gate_logits(values.float(), weights.router_EH.float())
+            if weights.logit_bias_E is not None:
+                logits_TE = logits_TE + weights.logit_bias_E
         ids[layer] = router(logits_TE.float(), bias_E).ids_TK
     ids_RXK = torch.stack([ids[layer] for layer in sorted(ids)], 1)
     parts = lengths or _lengths(record, len(ids_RXK))

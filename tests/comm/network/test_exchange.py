@@ -3,12 +3,14 @@
 import contextlib
 import random
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from moe_mk.comm.network.command import Op, TransferCommand
-from moe_mk.comm.network.frames import WINDOW, Frame, FrameError, Kind, LinkError
+from moe_mk.comm.network.frames import WINDOW, Frame, FrameError, Kind, LinkEnded, LinkError
 from moe_mk.comm.network.link import Link, PipeLink
+from moe_mk.comm.network.tcp import TcpPipe
 from tests.support.network_ends import FLAGS, KINDS, End, add, joined, links, put, run, store
 from tests.support.network_shuffled import ShuffledLink
 
@@ -76,9 +78,8 @@ def test_payload_came_in_any_order() -> None:
     for n in range(40):
         zero.commit(put(1, 100 * n, 50 * n, 40), put(1, 7000 + n, 9000 + 2 * n, 1), store(1, n % FLAGS, n))
     run(zero, one)
-    link = one.exchange.channel.streams[0].link
-    assert isinstance(link, ShuffledLink)
-    numbers = [frame.number for frame in link.order if frame.kind in (Kind.PAYLOAD, Kind.STORE)]
+    assert isinstance(one.link, ShuffledLink)
+    numbers = [frame.number for frame in one.link.order if frame.kind in (Kind.PAYLOAD, Kind.STORE)]
     assert numbers != sorted(numbers) and sorted(set(numbers)) == list(range(40))
     late = [n for place, n in enumerate(numbers) if n < max(numbers[: place + 1])]
     assert len(late) > 10
@@ -130,10 +131,8 @@ def test_a_get_sees_what_was_put_before_it(kind: str) -> None:
 
 def test_a_late_duplicate_does_not_overwrite_what_came_after_it() -> None:
     zero, one = joined()
-    link = zero.exchange.channel.streams[1].link
-    assert link is not None
     for number, byte in ((0, b"old"), (1, b"new"), (0, b"old")):
-        link.post(Frame(Kind.STORE, number, 0, 1, 3, 500, 0, number + 1), memoryview(byte))
+        zero.link.post(Frame(Kind.STORE, number, 0, 1, 3, 500, 0, number + 1), memoryview(byte))
     turns(zero, one)
     assert bytes(one.window.registered[500:503]) == b"new" and one.flag(0) == 2
 
@@ -160,10 +159,7 @@ def test_no_more_than_the_cap_is_in_flight_and_the_rest_waits() -> None:
     run(zero, one)
     assert one.flag(0) == 7 and zero.exchange.watch.most_in_flight[1] == 2997
     assert zero.exchange.watch.completion[1].count == zero.exchange.watch.messages[1]
-
-
-def test_a_message_above_the_cap_goes_alone() -> None:
-    zero, one = joined(most_bytes=10)
+    zero, one = joined(most_bytes=10)  # a message above the cap goes alone
     zero.commit(put(1, 0, 0, 500), put(1, 600, 700, 500))
     run(zero, one)
     assert zero.exchange.watch.most_in_flight[1] == 500
@@ -212,9 +208,7 @@ WINDOW_BYTES = 1 << 16
 def test_what_a_peer_may_not_send_is_refused_by_name_and_written_nowhere(frame: Frame, text: str) -> None:
     zero, one = joined()
     one.exchange.window = one.window = replace(one.window, counter_flags=range(5, 6))
-    link = zero.exchange.channel.streams[1].link
-    assert link is not None
-    link.post(frame, memoryview(b"\1" * frame.size))
+    zero.link.post(frame, memoryview(b"\1" * frame.size))
     before = bytes(one.window.registered)
     with pytest.raises(FrameError, match=f"^rank 0 sent a frame that is refused: .*{text}") as refused:
         turns(zero, one)
@@ -226,10 +220,8 @@ def test_what_a_peer_may_not_send_is_refused_by_name_and_written_nowhere(frame: 
 def test_a_group_with_parts_behind_its_last_one_is_refused() -> None:
     """It would never be complete, and everything behind it would wait until the deadline."""
     zero, one = joined()
-    link = zero.exchange.channel.streams[1].link
-    assert link is not None
-    link.post(Frame(Kind.PAYLOAD, part=3, size=1), memoryview(b"x"))
-    link.post(Frame(Kind.FENCE, part=1, covers=1))
+    zero.link.post(Frame(Kind.PAYLOAD, part=3, size=1), memoryview(b"x"))
+    zero.link.post(Frame(Kind.FENCE, part=1, covers=1))
     with pytest.raises(FrameError, match="rank 0 .* part 3 of group 0, which has 1 parts"):
         turns(zero, one)
 
@@ -239,9 +231,7 @@ def asked_for_100_bytes() -> tuple[End, Link]:
     zero, one = joined()
     zero.commit(TransferCommand(Op.GET, 1, 100, 40_000, 500))
     zero.turn()
-    link = one.exchange.channel.streams[0].link
-    assert link is not None
-    return zero, link
+    return zero, one.link
 
 
 @pytest.mark.parametrize(
@@ -276,21 +266,30 @@ def test_a_second_reply_is_refused_and_does_not_change_what_the_first_one_brough
 
 def test_a_peer_that_asks_and_does_not_read_is_cut_off() -> None:
     zero, one = joined()
-    link = zero.exchange.channel.streams[1].link
-    assert link is not None
-    answers = one.exchange.channel.streams[0].link
-    assert isinstance(answers, PipeLink)
+    assert isinstance(one.link, PipeLink)
     for number in range(2 * PipeLink.MOST_QUEUED):
-        link.post(Frame(Kind.GET, number, value=WINDOW_BYTES))
+        zero.link.post(Frame(Kind.GET, number, value=WINDOW_BYTES))
 
     def ask_on() -> None:
         for _ in range(4 * PipeLink.MOST_QUEUED):
-            link._send()  # type: ignore[attr-defined]
+            zero.link._send()  # type: ignore[attr-defined]
             one.turn()
 
     with pytest.raises(LinkError, match=r"messages wait to be sent: the peer asks and does not read the answers"):
         ask_on()
-    assert len(answers._queue) < 1.1 * PipeLink.MOST_QUEUED
+    assert len(one.link._queue) < 1.1 * PipeLink.MOST_QUEUED
+
+
+def test_what_came_before_a_connection_ended_is_read_however_much_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = joined()
+    one.commit(*(store(0, n, 1) for n in range(FLAGS)))
+    one.turn()
+    zero.link.post(Frame(Kind.ACK))
+    monkeypatch.setattr(PipeLink, "TURN_BYTES", 1)
+    monkeypatch.setattr(TcpPipe, "send", Mock(side_effect=LinkEnded("sending failed")))
+    with pytest.raises(LinkEnded, match="sending failed"):
+        turns(zero)
+    assert [zero.flag(n) for n in range(FLAGS)] == [1] * FLAGS
 
 
 @pytest.mark.parametrize("applied", [3, 0])
@@ -331,10 +330,7 @@ def test_one_sided_and_two_sided_give_the_same_bytes() -> None:
 def resume(zero: End, one: End, draw: random.Random) -> None:
     """What two proxies do with a link that has ended: both drop it, then report each other what they have applied. The
     answer of the one that is called may be lost: it has gone on then, and is called once more."""
-    for end, peer in ((zero, 1), (one, 0)):
-        old = end.exchange.channel.streams[peer].link
-        assert old is not None
-        old.close()
+    zero.link.close(), one.link.close()
     while True:
         caller, called = links("tcp")
         by_one = one.exchange.channel.streams[0].inbox.applied

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from threading import Event
+from threading import Event, Semaphore
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -430,9 +430,10 @@ def test_a_layer_that_is_gone_returns_its_slots_once_its_reads_have_ended(tmp_pa
 def test_a_forked_child_does_not_wait_for_reads_that_nothing_makes_there(tmp_path: Path) -> None:
     layer = pair(random_experts(BF16, SLOTS, SIZE, SIZE, CPU), tmp_path, 2)
     expect_bits(layer, 1)
-    may_end, read, parent = Event(), ExpertStore.read_piece, os.getpid()
+    begun, may_end, read, parent = Semaphore(0), Event(), ExpertStore.read_piece, os.getpid()
 
     def slow(*piece: Any) -> None:
+        begun.release()
         assert os.getpid() != parent or may_end.wait(60)
         read(*piece)
 
@@ -442,7 +443,7 @@ def test_a_forked_child_does_not_wait_for_reads_that_nothing_makes_there(tmp_pat
         cache.begin(torch.tensor([3]))
         cache._read([3], (3,), {})  # threads of the parent hold the slots at the fork
         cache._read([4], (3,), {})
-        assert cache.free == [] != cache.being_read()
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60) and cache.free == [] != cache.being_read()
         child = forked(partial(expect_bits, layer, 2))
         may_end.set()
     assert has_ended(child)

@@ -117,6 +117,7 @@ def test_layers_compute_what_loops_do(
 def test_every_tensor_of_a_layer_is_read_again_where_it_is_another(quant: str) -> None:
     config, tokens, core = runner_config(), dispatched(*call(hidden=64)), door.core(runner_config(), PLAIN)
     given, other = (hosted(Tiny.drawn(inner=64, hidden=64, biased=True, seed=seed), quant)[0] for seed in (0, 1))
+    tokens.hidden_states.requires_grad_()  # of a caller that has not left grad mode
     found = [core.run_from_dispatch(tokens, given, config)[0]]
     for name in [name for name, value in vars(given).items() if isinstance(value, torch.Tensor)]:
         setattr(given, name, getattr(other, name))

@@ -41,8 +41,8 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("AutoGPTQMoEMethod", f"int{bits}_g64{'' if sym else '_zp'}",
        {"quant_config": SimpleNamespace(weight_bits=bits, group_size=64, is_sym=sym)})
       for bits, sym in ((4, True), (8, True), (4, False))),
-    ("AutoAWQMoEMethod", "int4_g64_zp",
-     {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, zero_point=True)}),
+    *(("AutoAWQMoEMethod", f"int4_g64{'_zp' * zeros}",
+       {"quant_config": SimpleNamespace(weight_bits=4, group_size=64, zero_point=zeros)}) for zeros in (True, False)),
     ("GptOssMxfp4MoEMethod", "mxfp4", {}),
     ("Mxfp4MoEMethod", "mxfp4", {}),
     ("CompressedTensorsW4A8Mxfp4MoEMethod", "mxfp4", {}),
@@ -147,6 +147,7 @@ def test_the_experts_are_those_that_were_quantised(name: str, kind: str, facts: 
             tiny = replace(tiny, b13=drawn[0], b2=drawn[1] * (method.moe.moe_parallel_config.tp_rank == 0))
         here = EngineExperts("tiny", given, top_k=2, settings={"experts": "reference", "activations": "plain"})
         assert error(here(x_TH, weights_TK, ids_TK), tiny.loops(x_TH, weights_TK, ids_TK)) < CLOSE
+        assert given.quant == kind.removeprefix("fp32")
         computed = FORMATS[name].packing or FORMATS[name].divides
         names = {*stacks, *(() if biases == "unused" and not computed else bias), *(inputs if computed else ())}
         if not computed and tiny.b2 is not None and not tiny.b2.any():

@@ -60,6 +60,8 @@ STATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copied": copy.deepcopy,
     "in another dtype": lambda model: model.to(torch.float64),
     "with empty tensors": lambda model: model.to_empty(device="cpu").load_state_dict({}, strict=False) and model,
+    "loaded without assign": lambda model: model.load_state_dict(
+        {key: torch.zeros(each.shape) for key, each in model.named_parameters()}, strict=False) and model,
     "with one module replaced": lambda model: _with_one_replaced(model),
     "with another implementation": lambda model: model.set_experts_implementation("grouped_mm") or model,  # type: ignore[operator]
     "prepared for training": lambda model: model.train(),
@@ -475,8 +477,11 @@ def test_a_replaced_model_is_not_trained_saved_or_moved(written: Written, tmp_pa
     model = model_without_experts(folder, dtype=torch.float32)
     replace_experts(model, folder)
     embedded = model.get_input_embeddings()(prompt()).detach().requires_grad_()
-    with pytest.raises(UnsupportedError, match="gradients through packed experts"):
-        model(inputs_embeds=embedded).logits.sum().backward()
+    size = 3, model.config.num_experts_per_tok
+    routing = torch.zeros(size, dtype=torch.int64), torch.ones(size, requires_grad=True)
+    for got in (model(inputs_embeds=embedded).logits, packed_modules(model)[0](torch.ones(3, SIZE), *routing)):
+        with pytest.raises(UnsupportedError, match="gradients through packed experts"):
+            got.sum().backward()
     with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.experts is packed and cannot be saved"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
