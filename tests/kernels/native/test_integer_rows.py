@@ -1,7 +1,5 @@
 """On AVX2 bf16 rows times integer codes become integers: what an outlier in a row costs, and bits."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,32 +24,24 @@ OUTLIER = 69  # not the first column of a part
 FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True) for bound in (5, 1))
 
 
-def layer_of(scheme: QuantScheme, change: Callable[[Tensor], Tensor]) -> Layer:
-    """Experts whose w13 is changed before it is quantised."""
-    stored = {storage.scheme: storage for storage in Storage}
-    if scheme in stored:
-        layer = Layer(1, HIDDEN, INTER, stored[scheme])
-        for name in ("gate", "up"):
-            q = scheme.quantize(change(layer.weight(name, 0)[None].float()))
-            layer.parts[name], layer.scales[name], layer.above[name] = q.values, q.scales, q.global_scale
-        return layer
+def layer_of(scheme: QuantScheme, factor: Tensor, addend: float = 0.0) -> Layer:
+    """Experts whose w13 is times `factor` plus `addend` before it is quantised."""
+    storage = {storage.scheme: storage for storage in Storage}.get(scheme)
     parts = PartsLayer(1, HIDDEN, INTER, scheme=scheme)
+    layer = parts if storage is None else Layer(1, HIDDEN, INTER, storage)
     for name in ("gate", "up"):
-        q = scheme.quantize(change(parts.weight(name, 0)[None].float()))
+        q = scheme.quantize(layer.weight(name, 0)[None].float() * factor + addend)
         scales = None if q.scales is None else q.scales.to(parts.dtype)
         parts.tensors[name] = QuantTensor(q.values, scales, scheme, None, q.zeros)
-    return parts
+        layer.parts[name], layer.scales[name], layer.above[name] = q.values, q.scales, q.global_scale
+    return layer
 
 
 def layer_that_ignores(column: int, scheme: QuantScheme, factor: float = 1.0) -> Layer:
     """Experts with a zero column in w13 and one output scaled by `factor`; all of SCHEMES represent 0 exactly."""
-
-    def without(weights: Tensor) -> Tensor:
-        weights[..., column] = 0
-        weights[:, OUTLIER] *= factor
-        return weights
-
-    return layer_of(scheme, without)
+    factors = torch.ones(INTER, HIDDEN)
+    factors[OUTLIER], factors[:, column] = factor, 0
+    return layer_of(scheme, factors)
 
 
 def rows_with(outlier: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +85,7 @@ def test_neighbouring_parts_of_any_magnitude_count_as_much(
     # Weights of one part of each 128 inputs are 2^-apart of the others, and its inputs are as much larger.
     k = torch.arange(HIDDEN)
     factor = torch.where(k // 32 % 4 == k // 128 % 4, 2.0**-apart, 1.0)
-    layer = layer_of(scheme, lambda weights: weights * factor)
+    layer = layer_of(scheme, factor)
     x, ids, weights = batch(11, HIDDEN, 1, 1)
     x[1:] = (x[1:] / factor).bfloat16()
     ids.zero_()
@@ -110,7 +100,7 @@ def test_neighbouring_parts_of_any_magnitude_count_as_much(
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, GGUF["q4_k"], GGUF["q5_k"]], ids=lambda s: s.name)
 def test_sums_of_the_largest_codes_and_inputs_fit(isas: list[IsaHere], scheme: QuantScheme) -> None:
-    layer = layer_of(scheme, lambda weights: torch.full_like(weights, 2.0))
+    layer = layer_of(scheme, torch.zeros(()), 2.0)
     x, ids, weights = batch(11, HIDDEN, 1, 1)
     x.fill_(255 / 128)  # all eight significant bits
     wanted = layer.reference(x, ids.zero_(), weights, FEW)
