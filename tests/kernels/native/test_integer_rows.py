@@ -65,7 +65,7 @@ def check(isas: list[IsaHere], layer: Layer, rows: Rows, mode: ExpertsMode = FEW
     for here in isas:
         packed = layer.pack(here[0])
         y = run(here, packed, rows, mode)
-        assert max(error(got, want) for got, want in zip(y, wanted, strict=True)) < 6e-3, here[1]
+        assert all(error(got, want) < 6e-3 for got, want in zip(y, wanted, strict=True)), here[1]
         for count, other in ((2, mode), (len(y), replace(mode, tuning=PANELS.tuning))):
             x, ids, weights = (each[:count] for each in rows)
             assert torch.equal(y[:count], run(here, packed, (x, ids, weights), other)), (here[1], count)
