@@ -279,11 +279,9 @@ AGAIN = "call unpatch_blocks(model), then patch_blocks(model)"
 
 
 class PatchedForward:
-    """The forward of a patched block.
+    """The forward of a patched block, whose layer reads views of the weights, or a copy in its backend's layout.
 
-    A layer reads views of the weights, or a copy in the layout of its backend. If a weight was modified or
-    replaced, as in a copy of the model, the layer is reloaded before it runs. A graph of `torch.compile` does not
-    check.
+    It is reloaded first if a weight was modified or replaced, as in a copy of the model; compiled graphs do not check.
     """
 
     def __init__(self, block: nn.Module, layer: MoELayer) -> None:
@@ -298,6 +296,8 @@ class PatchedForward:
         if not torch.compiler.is_compiling():
             self._follow()
             self._must_read(hidden_states)
+            if torch.is_grad_enabled() and any(each.requires_grad for each in self.parts.tensors()):
+                hidden_states = hidden_states.detach().requires_grad_()  # which the layer refuses
         if self.parts.gate._forward_hooks:  # transformers records router logits by hooks on the gate
             self.parts.gate(hidden_states, *self.parts.gate_arguments())
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -32,6 +32,10 @@ def test_patched_blocks_give_the_same_tokens_and_count_load() -> None:
     assert float((logits(model, ids) - wanted).abs().max() / wanted.abs().max()) < 1e-6
     assert int(layers["model.layers.1.mlp"].expert_load.sum()) == ids.numel() * 2
     assert patch_blocks(model) == {}, "patched twice"
+    for part in ("gate", "experts", "shared_experts"):  # trained alone, behind an embedding that is not
+        model.requires_grad_(False).model.layers[2].mlp.get_submodule(part).requires_grad_()
+        with pytest.raises(UnsupportedError, match="gradients through the layer"):
+            model(ids)
     assert unpatch_blocks(model) == 2
     assert torch.equal(logits(model, ids), wanted)
 
