@@ -279,7 +279,7 @@ AGAIN = "call unpatch_blocks(model), then patch_blocks(model)"
 
 
 class PatchedForward:
-    """The forward of a patched block, whose layer reads views of the weights, or a copy in its backend's layout.
+    """The forward of a patched block. The layer holds views of the weights, or a copy in the layout of its backend.
 
     It is reloaded first if a weight was modified or replaced, as in a copy of the model; compiled graphs do not check.
     """
@@ -297,7 +297,7 @@ class PatchedForward:
             self._follow()
             self._must_read(hidden_states)
             if torch.is_grad_enabled() and any(each.requires_grad for each in self.parts.tensors()):
-                hidden_states = hidden_states.detach().requires_grad_()  # which the layer refuses
+                hidden_states = hidden_states.detach().requires_grad_()  # the layer raises UnsupportedError
         if self.parts.gate._forward_hooks:  # transformers records router logits by hooks on the gate
             self.parts.gate(hidden_states, *self.parts.gate_arguments())
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -4,7 +4,7 @@
 // bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
 // is at most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
 // the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
-// Parts whose weights have one number as a scale share the power of two of the largest among them; what a part loses is limited as above.
+// Parts whose group scales are applied as integers share one activation scale, from the largest input of all; the limit above holds for each.
 #pragma once
 #include "lanes.h"
 
@@ -17,7 +17,7 @@ constexpr int kMostTerms = 8;  // 120 bits
 // What a code of a term is worth in the first: 2^-15 for each before it.
 inline float of_term(int term) { return bits<float>((127 - 15 * term) << 23); }
 
-// The bf16 of largest magnitude, without signs: of a part, and of all parts that have one scale.
+// Largest magnitudes, as bf16 bits: of one part, and of all parts with the same activation scale.
 struct Largest {
   int own, all;
 };
@@ -26,7 +26,7 @@ struct Largest {
 struct PartScale {
   int exponent;
   Floats inverse;
-  float largest;  // times it, of the part
+  float largest;  // of the part, in units of the scale
 
   PartScale(Largest bf16, int top_bit) {
     exponent = (bf16.all >> 7) - top_bit > 1 ? (bf16.all >> 7) - top_bit : 1;

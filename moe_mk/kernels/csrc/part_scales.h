@@ -81,9 +81,9 @@ inline __attribute__((always_inline)) f32x16 six_bits(const uint8_t* tile, int j
   return widen_codes((First == 0 ? low & 15 : low >> 4) | ((top >> 2) & 48));
 }
 
-// integers: null, or for the integers of scales, whose common factor alone is written to `scales` then.
+// int_scales: if not null, the 6-bit scales are written there, and `scales` receives only d of the super-block, [32].
 #if defined(__AVX512BW__)
-inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima, int32_t* integers = nullptr) {
+inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima, int32_t* int_scales = nullptr) {
   for (int tile = 0; tile < 2; ++tile) {
     const uint8_t* codes = from + 128 + tile * 12 * kTileColumns;
     const __m512i z0 = _mm512_loadu_si512(codes), z1 = _mm512_loadu_si512(codes + 64), z2 = _mm512_loadu_si512(codes + 128);
@@ -100,11 +100,11 @@ inline void super_scales_with_minima(const uint8_t* from, int first, int parts, 
     for (int j = 0; j < parts; ++j) {
       const int at = j * kPairColumns + tile * kTileColumns;
       const auto wide = [&](int which) { return _mm512_cvtepu8_epi32(load<__m128i>(unpacked[which][first + j])); };
-      if (integers != nullptr) _mm512_store_si512(integers + at, wide(0));
+      if (int_scales != nullptr) _mm512_store_si512(int_scales + at, wide(0));
       else _mm512_store_ps(scales + at, _mm512_mul_ps(d, _mm512_cvtepi32_ps(wide(0))));
       _mm512_store_ps(minima + at, _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(wide(1))));
     }
-    if (integers != nullptr) _mm512_store_ps(scales + tile * kTileColumns, d);
+    if (int_scales != nullptr) _mm512_store_ps(scales + tile * kTileColumns, d);
   }
 }
 #elif defined(__AVX2__)
@@ -113,7 +113,7 @@ inline __attribute__((always_inline)) void store_scaled(__m128i codes, const __m
   _mm256_storeu_ps(to, _mm256_mul_ps(d[0], _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes))));
   _mm256_storeu_ps(to + 8, _mm256_mul_ps(d[1], _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8)))));
 }
-inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima, int32_t* integers = nullptr) {
+inline void super_scales_with_minima(const uint8_t* from, int first, int parts, float* scales, float* minima, int32_t* int_scales = nullptr) {
   const __m128i six = _mm_set1_epi8(63), low_bits = _mm_set1_epi8(15), high_bits = _mm_set1_epi8(48);
   for (int tile = 0; tile < 2; ++tile, scales += kTileColumns, minima += kTileColumns) {
     __m256 d[2], dmin[2];
@@ -135,12 +135,12 @@ inline void super_scales_with_minima(const uint8_t* from, int first, int parts, 
         scale = _mm_or_si128(_mm_and_si128(low, low_bits), high(j - 4));
         minimum = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(low, 4), low_bits), high(j));
       }
-      if (integers == nullptr) store_scaled(scale, d, scales + part * kPairColumns);
-      for (int half = 0; half < 2 && integers != nullptr; ++half)
-        store(integers + part * kPairColumns + tile * kTileColumns + 8 * half, _mm256_cvtepu8_epi32(half == 0 ? scale : _mm_srli_si128(scale, 8)));
+      if (int_scales == nullptr) store_scaled(scale, d, scales + part * kPairColumns);
+      for (int half = 0; half < 2 && int_scales != nullptr; ++half)
+        store(int_scales + part * kPairColumns + tile * kTileColumns + 8 * half, _mm256_cvtepu8_epi32(half == 0 ? scale : _mm_srli_si128(scale, 8)));
       store_scaled(minimum, dmin, minima + part * kPairColumns);
     }
-    for (int half = 0; half < 2 && integers != nullptr; ++half) _mm256_storeu_ps(scales + 8 * half, d[half]);
+    for (int half = 0; half < 2 && int_scales != nullptr; ++half) _mm256_storeu_ps(scales + 8 * half, d[half]);
   }
 }
 #else

@@ -4,8 +4,8 @@
 // The inputs of a part become integers, in one term or in several (integers_of_rows.h).
 //   total = fma(sum of code * x, exact in 32 bits and rounded to f32, scale of the part * scale of the row, total),
 //   then - minimum * sum of x; for such rows the same with each term
-// Scales of MXFP4 and Q4_K are integers times one number of 128 k: the sum of these k is the sum of code * integer * x, exact too. Rows
-// have one scale for them, and panels have codes times integers.
+// Group scales of MXFP4 and Q4_K are integers times one f32 scale of 128 k. They are applied to int32 sums of a part (few rows) or to the codes
+// of a panel, and the sum over 128 k is exact as well; activations have one scale for these 128 k.
 // Rows rounded to INT8 (int8.h, int8_parts.h) times eight-bit weights have the same products, as AVX2 multiplies eight bits by eight, exactly,
 // no faster than sixteen: VPMADDUBSW takes one unsigned operand, whose sign another instruction moves, and two of its sums fill 16 bits.
 // Up to kPackedRows rows are multiplied with the packed bytes, more with panels of 128 k of kPanels pairs in 16 bits (8 KiB each, in the L1),
@@ -25,7 +25,7 @@ namespace {
 constexpr int kUnitInputs = kUnitSteps * kStep;
 constexpr int kVectors = kPairColumns / kLanes;   // of kLanes columns and both parities, in a k pair
 constexpr int kVectorBytes = sizeof(Integers);
-constexpr int kFoldedPairs = kStep / 2;           // k pairs with the same integers
+constexpr int kGroupPairs = kStep / 2;           // k pairs of a group
 constexpr int kPackedRows = kIsWide ? 8 : 4;      // rows multiplied with packed bytes, at a time
 constexpr int kPanels = kIsWide ? 2 : 1;          // column pairs per register tile
 constexpr int kIntegerGroup = kIsWide ? 6 : 3;    // rows times panels at most
@@ -44,17 +44,17 @@ struct IntegerRows {
 
 // Decoding policies for the packed codes of kLanes columns and kPairs k pairs, kVectorBytes in each of some lines: get<r>(line)
 // returns those of k pair r in lanes of 16 bits, of one column and parity each. kSumScale: sums are multiplied by it. kTopBit: of x, so
-// that products of 32 k fit 32 bits. kFolds: whether scales are integers times a number of a unit; then of_part(sum of a part, integers)
-// and of_codes(codes, integers) are their products.
+// that products of 32 k fit 32 bits. kIntScales: whether group scales are integers times one f32 scale of a unit; scale_sums
+// and scale_codes apply them.
 
-// Of a unit of a pair; `integers`: of the columns of each part, where the policy folds them.
+// Scales of one unit of k of a pair, with integer group scales [part][32] if the policy has them.
 struct IntegerParts : UnitParts {
-  int num_minima = 0;  // of a unit whose integers are folded
-  alignas(64) int32_t integers[kMostUnitParts * kPairColumns];
+  int num_minima = 0;  // with integer group scales: minima of the unit
+  alignas(64) int32_t int_scales[kMostUnitParts * kPairColumns];
 
   template <typename Policy>
   void load_as(const Columns& w, int pair, int step, int steps) {
-    if constexpr (Policy::kFolds) Policy::read(w, pair, step, steps, *this);
+    if constexpr (Policy::kIntScales) Policy::read(w, pair, step, steps, *this);
     else load_of(w, pair, step, steps);
   }
 };
@@ -70,7 +70,7 @@ template <int Format, int Pairs>
 struct Pieces {
   static constexpr int kPairs = Pairs, kTopBit = 14;
   static constexpr float kSumScale = 1.0f;
-  static constexpr bool kFolds = false;
+  static constexpr bool kIntScales = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -89,19 +89,19 @@ using SixBits = Pieces<kQ6K, kStep / 4>;
 // 15 * 63 * 128 k * 2^14 < 2^31.
 struct Q4K : FourBits {
   static constexpr int kTopBit = 13;
-  static constexpr bool kFolds = true;
+  static constexpr bool kIntScales = true;
 
   static void read(const Columns& w, int pair, int step, int steps, IntegerParts& to) {
     const uint8_t* from = w.part_scales + size_t(pair) * w.pair_scales + size_t(step / kSuperSteps) * super_bytes(w.format);
-    super_scales_with_minima(from, step % kSuperSteps, steps, to.scale_of, to.minimum_of, to.integers);
+    super_scales_with_minima(from, step % kSuperSteps, steps, to.scale_of, to.minimum_of, to.int_scales);
     to.scales = to.scale_of;
     to.minima = nullptr;
     to.num_parts = 1;
     to.num_minima = steps;
-    to.pairs = steps * kFoldedPairs;
+    to.pairs = steps * kGroupPairs;
   }
-  static inline __attribute__((always_inline)) Integers of_part(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) * bits<Sums>(by)); }
-  static inline __attribute__((always_inline)) Integers of_codes(Integers codes, Integers by) {
+  static inline __attribute__((always_inline)) Integers scale_sums(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) * bits<Sums>(by)); }
+  static inline __attribute__((always_inline)) Integers scale_codes(Integers codes, Integers by) {
     return bits<Integers>(bits<Words>(codes) * bits<Words>(by | left32(by, 16)));
   }
 };
@@ -110,7 +110,7 @@ struct Q4K : FourBits {
 struct TwiceE2m1 {
   static constexpr int kPairs = 4, kTopBit = 13;
   static constexpr float kSumScale = 1.0f / 512;
-  static constexpr bool kFolds = false;
+  static constexpr bool kIntScales = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -125,7 +125,7 @@ struct TwiceE2m1 {
 // scale for each part, and shifts that do not differ.
 struct Mxfp4 : TwiceE2m1 {
   static constexpr float kSumScale = 1.0f / 128;
-  static constexpr bool kFolds = true;
+  static constexpr bool kIntScales = true;
   static constexpr int kBits = 6, kShift = 8 - kBits;  // what remains of the upper byte
 
   static void read(const Columns& w, int pair, int step, int steps, IntegerParts& to) {
@@ -137,20 +137,20 @@ struct Mxfp4 : TwiceE2m1 {
       least = _mm256_min_epu8(least, exponents(part));
     }
     const __m256i range = _mm256_subs_epu8(_mm256_sub_epi8(most, least), _mm256_set1_epi8(kBits));
-    const bool folds = _mm256_testz_si256(range, range);
+    const bool one_scale = _mm256_testz_si256(range, range);
     to.scales = to.scale_of;
     to.minima = nullptr;
-    to.num_parts = folds ? 1 : steps;
-    to.pairs = folds ? steps * kFoldedPairs : kFoldedPairs;
+    to.num_parts = one_scale ? 1 : steps;
+    to.pairs = one_scale ? steps * kGroupPairs : kGroupPairs;
     alignas(32) uint8_t of_unit[kPairColumns];
     store(of_unit, most);
-    const uint8_t* scales = folds ? of_unit : from;
+    const uint8_t* scales = one_scale ? of_unit : from;
     for (int at = 0; at < to.num_parts * kPairColumns; at += kLanes) store(to.scale_of + at, group_scales_of(w.format, scales + at));
     for (int at = 0; at < steps * kPairColumns; at += kLanes)
-      store(to.integers + at, all32(kShift) + (folds ? minus32(widen_to_32(of_unit + at % kPairColumns), widen_to_32(from + at)) : Integers{}));
+      store(to.int_scales + at, all32(kShift) + (one_scale ? minus32(widen_to_32(of_unit + at % kPairColumns), widen_to_32(from + at)) : Integers{}));
   }
-  static inline __attribute__((always_inline)) Integers of_part(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) >> bits<Sums>(by)); }
-  static inline __attribute__((always_inline)) Integers of_codes(Integers codes, Integers by) {
+  static inline __attribute__((always_inline)) Integers scale_sums(Integers sums, Integers by) { return bits<Integers>(bits<Sums>(sums) >> bits<Sums>(by)); }
+  static inline __attribute__((always_inline)) Integers scale_codes(Integers codes, Integers by) {
     const Integers factor = bits<Integers>(bits<Sums>(all32(1 << 16)) >> bits<Sums>(by));
     return upper_products(codes, factor | left32(factor, 16));
   }
@@ -160,7 +160,7 @@ struct Mxfp4 : TwiceE2m1 {
 struct Bytes {
   static constexpr int kPairs = 2, kTopBit = 14;
   static constexpr float kSumScale = 1.0f;
-  static constexpr bool kFolds = false;
+  static constexpr bool kIntScales = false;
 
   template <int R>
   static inline __attribute__((always_inline)) Integers get(const uint8_t* line) {
@@ -196,14 +196,14 @@ struct Totals {
   static constexpr int kOfPairs = (V + kVectors - 1) / kVectors;
   const SomeRows<N> rows;
   const int first;
-  const float *scales[kOfPairs], *minima[kOfPairs], *folded_minima[kOfPairs];  // of the vectors from `first` on
+  const float *scales[kOfPairs], *minima[kOfPairs], *unit_minima[kOfPairs];  // of the vectors from `first` on
   const int num_minima;
   Floats held[Held ? N : 1][Held ? V : 1];
 
   inline __attribute__((always_inline)) Totals(const IntegerParts* parts, const SomeRows<N>& some, int from)
       : rows(some), first(from), num_minima(parts->num_minima) {
     for (int p = 0; p < kOfPairs; ++p) {
-      folded_minima[p] = parts[p].minimum_of + first * kLanes;
+      unit_minima[p] = parts[p].minimum_of + first * kLanes;
       scales[p] = parts[p].scales == nullptr ? nullptr : parts[p].scales + first * kLanes;
       minima[p] = parts[p].minima == nullptr ? nullptr : parts[p].minima + first * kLanes;
     }
@@ -246,7 +246,7 @@ struct Totals {
         const Floats x = all(rows.of.sums[part * rows.of.num_rows + m]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v)
-          after[v] = minus_times(x, load<Floats>(folded_minima[v / kVectors] + part * kPairColumns + kLanes * (v % kVectors)), after[v]);
+          after[v] = minus_times(x, load<Floats>(unit_minima[v / kVectors] + part * kPairColumns + kLanes * (v % kVectors)), after[v]);
       }
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
@@ -292,12 +292,12 @@ struct PackedUnit {
 template <typename Policy>
 constexpr int further_sums(int rows) { return kIsWide && std::is_base_of_v<FourBits, Policy> && rows <= 2 ? 4 / rows - 1 : 0; }
 
-// Up to these rows integers multiply sums of parts, above codes.
-constexpr int kFoldedSums = 4;
+// Up to this many rows, integer scales are applied to the sums of parts; for more, to the codes.
+constexpr int kScaledSums = 4;
 
-// The products of k pairs R and above that a line holds. integers: that multiply codes, or sums later.
+// The products of k pairs R and above that a line holds.
 template <typename Policy, int R, int N, int V>
-inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, const Integers (&integers)[V], Integers (&sums)[N][V],
+inline __attribute__((always_inline)) void add_line(const uint8_t* line, const int16_t* x, const Integers (&int_scales)[V], Integers (&sums)[N][V],
                                                     Integers (*further)[N][V]) {
   constexpr int kSum = R % (further_sums<Policy>(N) + 1);
   Integers (&to)[N][V] = kSum == 0 ? sums : further[kSum == 0 ? 0 : kSum - 1];
@@ -307,11 +307,11 @@ inline __attribute__((always_inline)) void add_line(const uint8_t* line, const i
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
     Integers codes = Policy::template get<R>(line + kVectorBytes * v);
-    if constexpr (Policy::kFolds && N > kFoldedSums) codes = Policy::of_codes(codes, integers[v]);
+    if constexpr (Policy::kIntScales && N > kScaledSums) codes = Policy::scale_codes(codes, int_scales[v]);
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m) add_products(codes, two[m], to[m][v]);
   }
-  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, integers, sums, further);
+  if constexpr (R + 1 < Policy::kPairs) add_line<Policy, R + 1>(line, x, int_scales, sums, further);
 }
 
 // A unit of some pairs, in all `vectors` of columns, times N rows, V vectors at a time: add(sums, first, from, end) adds the products of
@@ -336,14 +336,14 @@ inline __attribute__((always_inline)) void multiply_parts_of(const PackedUnit& u
 template <typename Policy, int N, int V>
 __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead, const SomeRows<N>& rows) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
-  multiply_parts_of<N, V, kIsWide && N <= (Policy::kFolds ? 2 : 4)>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
-    const auto add_pairs = [&](Integers (&to)[N][V], const Integers (&integers)[V], int part_from, int part_end) __attribute__((always_inline)) {
+  multiply_parts_of<N, V, kIsWide && N <= (Policy::kIntScales ? 2 : 4)>(unit, kVectors, rows, [&](Integers (&sums)[N][V], int first, int from, int end) __attribute__((always_inline)) {
+    const auto add_pairs = [&](Integers (&to)[N][V], const Integers (&int_scales)[V], int part_from, int part_end) __attribute__((always_inline)) {
       constexpr int kFurther = further_sums<Policy>(N);
       Integers further[kFurther + 1][N][V] = {};
       for (int at = part_from; at < part_end; at += Policy::kPairs) {
         const uint8_t* line = unit.packed + size_t(at / Policy::kPairs) * line_bytes;
         for (size_t byte = 0; first == 0 && byte < line_bytes; byte += 64) prefetch_line(line + byte, ahead);
-        add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, integers, to, further);
+        add_line<Policy, 0>(line + kVectorBytes * first, rows.of.x + 2 * at, int_scales, to, further);
       }
 #pragma GCC unroll 4
       for (int each = 0; each < kFurther; ++each)
@@ -351,23 +351,23 @@ __attribute__((noinline)) void multiply_packed(const PackedUnit& unit, int ahead
         for (int m = 0; m < N; ++m)
           for (int v = 0; v < V; ++v) to[m][v] = plus32(to[m][v], further[each][m][v]);
     };
-    Integers integers[V] = {};
-    if constexpr (Policy::kFolds) {
-      for (int at = from; at < end; at += kFoldedPairs) {
-        for (int v = 0; v < V; ++v) integers[v] = load<Integers>(unit.parts->integers + at / kFoldedPairs * kPairColumns + kLanes * (first + v));
-        if constexpr (N > kFoldedSums) {
-          add_pairs(sums, integers, at, at + kFoldedPairs);
+    Integers int_scales[V] = {};
+    if constexpr (Policy::kIntScales) {
+      for (int at = from; at < end; at += kGroupPairs) {
+        for (int v = 0; v < V; ++v) int_scales[v] = load<Integers>(unit.parts->int_scales + at / kGroupPairs * kPairColumns + kLanes * (first + v));
+        if constexpr (N > kScaledSums) {
+          add_pairs(sums, int_scales, at, at + kGroupPairs);
           continue;
         }
         Integers part[N][V] = {};
-        add_pairs(part, integers, at, at + kFoldedPairs);
+        add_pairs(part, int_scales, at, at + kGroupPairs);
 #pragma GCC unroll 8
         for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) sums[m][v] = plus32(sums[m][v], Policy::of_part(part[m][v], integers[v]));
+          for (int v = 0; v < V; ++v) sums[m][v] = plus32(sums[m][v], Policy::scale_sums(part[m][v], int_scales[v]));
       }
     } else {
-      add_pairs(sums, integers, from, end);
+      add_pairs(sums, int_scales, from, end);
     }
   });
 }
@@ -437,11 +437,11 @@ __attribute__((noinline)) void multiply_panels(const PackedUnit& unit, const Nex
 }
 
 template <typename Policy, int R = 0>
-inline __attribute__((always_inline)) void expand_line(const uint8_t* line, Integers integers, uint8_t* panel, size_t row) {
+inline __attribute__((always_inline)) void expand_line(const uint8_t* line, Integers int_scales, uint8_t* panel, size_t row) {
   const Integers codes = Policy::template get<R>(line);
-  if constexpr (Policy::kFolds) store(panel + R * row, Policy::of_codes(codes, integers));
+  if constexpr (Policy::kIntScales) store(panel + R * row, Policy::scale_codes(codes, int_scales));
   else store(panel + R * row, codes);
-  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, integers, panel, row);
+  if constexpr (R + 1 < Policy::kPairs) expand_line<Policy, R + 1>(line, int_scales, panel, row);
 }
 
 // Some steps of a pair -> panel [k pair][32 columns][2], `row` bytes from one k pair to the next.
@@ -450,9 +450,9 @@ void expand_integers(const PackedUnit& unit, uint8_t* panel, size_t row) {
   const size_t line_bytes = unit.step_bytes * Policy::kPairs / (kStep / 2);
   for (int at = 0; at < unit.num_pairs; at += Policy::kPairs)
     for (int v = 0; v < kVectors; ++v) {
-      const int32_t* integers = unit.parts->integers + at / kFoldedPairs * kPairColumns + kLanes * v;
+      const int32_t* int_scales = unit.parts->int_scales + at / kGroupPairs * kPairColumns + kLanes * v;
       expand_line<Policy>(unit.packed + size_t(at / Policy::kPairs) * line_bytes + kVectorBytes * v,
-                          Policy::kFolds ? load<Integers>(integers) : Integers{}, panel + size_t(at) * row + kVectorBytes * v, row);
+                          Policy::kIntScales ? load<Integers>(int_scales) : Integers{}, panel + size_t(at) * row + kVectorBytes * v, row);
     }
 }
 
@@ -485,16 +485,16 @@ struct IntegerProduct {
     return {reinterpret_cast<int16_t*>(at), scales, sums, starts, starts + num_some * kMostScaledParts, num_some};
   }
 
-  // Inputs of one unit of row i; Part: inputs of a part. Folds: parts have one scale.
-  template <int Part, bool Folds = false>
+  // Inputs of one unit of row i; Part: inputs of a part. OneScale: all parts have the same scale.
+  template <int Part, bool OneScale = false>
   void gather_unit(const uint16_t* x, int inputs, float factor, int top_bit, int term, const IntegerRows& to) const {
     const int base = excess(w);
     bool loses_much = false;
     int largest[kMostScaledParts], of_all = 0;
-    for (int k = 0; k < inputs && Folds; k += Part) of_all = std::max(of_all, largest[k / Part] = largest_of<Part>(x + k, Part));
+    for (int k = 0; k < inputs && OneScale; k += Part) of_all = std::max(of_all, largest[k / Part] = largest_of<Part>(x + k, Part));
     for (int k = 0, at = 0; k < inputs; k += Part, at += num_some) {
       const bool whole = inputs - k >= Part;
-      if (!Folds) of_all = largest[k / Part] = whole ? largest_of<Part>(x + k, Part) : largest_of<0>(x + k, inputs - k);
+      if (!OneScale) of_all = largest[k / Part] = whole ? largest_of<Part>(x + k, Part) : largest_of<0>(x + k, inputs - k);
       const Largest bf16 = {largest[k / Part], of_all};
       const IntegerPart of = whole ? to_integers<Part>(x + k, Part, bf16, top_bit, term, to.x + k)
                                    : to_integers<0>(x + k, inputs - k, bf16, top_bit, term, to.x + k);
@@ -510,7 +510,8 @@ struct IntegerProduct {
   template <typename Policy>
   void gather(int step0, int steps, int term, uint8_t* chunk) const {
     const int part = w.groups != nullptr ? kStep / groups_of_step(w.format) : has_parts(w.format) ? 2 * w.part_pairs : unit * kStep;
-    const auto of_parts = Policy::kFolds ? &IntegerProduct::gather_unit<32, true> : part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
+    const auto of_parts = Policy::kIntScales ? &IntegerProduct::gather_unit<kStep, true> :
+                          part == 16 ? &IntegerProduct::gather_unit<16> : part == 32 ? &IntegerProduct::gather_unit<32> :
                           part == 64 ? &IntegerProduct::gather_unit<64> : &IntegerProduct::gather_unit<kUnitInputs>;
     for (int i = 0; i < num_some; ++i) {
       const uint16_t* x = rows.bf16(some[i]) + size_t(step0) * kStep;

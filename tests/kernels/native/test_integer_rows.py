@@ -29,7 +29,7 @@ FEW, PANELS = (ExpertsMode(tuning=Tuning(panel_rows=bound), batch_invariant=True
 
 
 def layer_of(scheme: QuantScheme, factor: Tensor, addend: float = 0.0) -> Layer:
-    """Experts whose w13 is times `factor` plus `addend` before it is quantised."""
+    """Experts with w13 = quantize(w13 * factor + addend)."""
     storage = {storage.scheme: storage for storage in Storage}.get(scheme)
     parts = PartsLayer(1, HIDDEN, INTER, scheme=scheme)
     layer = parts if storage is None else Layer(1, HIDDEN, INTER, storage)
