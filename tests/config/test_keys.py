@@ -163,10 +163,9 @@ def sections(quant: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def with_key(quant: dict[str, Any], path: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
-    made = json.loads(json.dumps(quant))
-    place = made
+    made = place = {**quant}
     for step in path:
-        place = place[step]
+        place[step] = place = {**place[step]}
     place[key] = value
     return made
 
