@@ -85,10 +85,11 @@ def no_global_changes(what: str) -> Iterator[None]:
 
 
 def _globals() -> dict[str, Any]:
+    of_numpy: Any = np.random.get_state()
     return {
         "random numbers of torch": torch.get_rng_state().numpy().tobytes(),
         "random numbers of Python": random.getstate(),
-        "random numbers of numpy": str(np.random.get_state()),
+        "random numbers of numpy": (of_numpy[1].tobytes(), of_numpy[2:]),
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
         "the number of threads": torch.get_num_threads(),
