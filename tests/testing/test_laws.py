@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from moe_mk.errors import ConfigError
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import COUNTS, OF_CALLS, Call, Outcome, check, interface_of
+from moe_mk.lab.testing.limits import NonConforming, no_global_changes
 from moe_mk.oracle.expected_error import ALL_TOKENS, ONE_TOKEN
 from moe_mk.quant.int8 import INT8_TOKEN
 from moe_mk.quant.plain import BF16
@@ -239,3 +243,24 @@ def test_each_limit_of_an_output_is_one_by_itself(tokens: int) -> None:
         together = float(distance_T.norm()) <= ALL_TOKENS * float(error.norm())
         fits = together and bool((distance_T <= ONE_TOKEN * error).all())
         assert (call.wrong(y_TH) == "") == fits, (of_all, of_one)
+
+
+STATES: dict[str, tuple[Callable[..., object], Sequence[Any]]] = {
+    "random numbers of torch": (lambda _: torch.rand(1), (0, 1)),
+    "random numbers of Python": (lambda _: random.gauss(0.0, 1.0), (0, 1)),
+    "random numbers of numpy": (np.random.normal, (0, 1)),
+    "the default dtype": (torch.set_default_dtype, (torch.float64, torch.float32)),
+    "the default device": (torch.set_default_device, ("meta", None)),
+    "the number of threads": (torch.set_num_threads, (torch.get_num_threads() + 1, torch.get_num_threads())),
+    "the gradient mode": (torch.set_grad_enabled, (False, True)),
+    "deterministic algorithms": (torch.use_deterministic_algorithms, (True, False)),
+    "precision of products": (torch.set_float32_matmul_precision, ("medium", "highest")),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_the_process_that_a_call_changes_is_named(name: str) -> None:
+    change, values = STATES[name]
+    for value in values:  # a second normal number changes less than the first one
+        with pytest.raises(NonConforming, match=f"^a call: {name} of the process"), no_global_changes("a call"):
+            change(value)

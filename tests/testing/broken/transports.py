@@ -312,16 +312,6 @@ class DrawsRandomNumbers(Right):
         return routing
 
 
-@breaks("globals")
-class SetsThreads(Right):
-    threads = 2
-
-    def sent(self, routing: Routing) -> Routing:
-        torch.set_num_threads(SetsThreads.threads)
-        SetsThreads.threads += 1
-        return routing
-
-
 @breaks("runs")
 class ReadsVersions(Right):
     """Tensors of inference mode have none."""
