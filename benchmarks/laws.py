@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 from common import about, parser_of, with_output, with_peers, write
-from experts_cpu_candidates import scheme_of
-from experts_cpu_peers import KtKernel, eager, load_vllm, vllm_bf16, zentorch_bf16
-from experts_cpu_stored_peers import Ggml, GgmlExperts, kt_candidates, vllm_candidates
+from experts_cpu_ggml import Ggml, GgmlExperts
+from experts_cpu_peers import KtKernel, Slot, eager, kt_candidates, load_vllm, vllm_candidates, zentorch_candidates
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.kernels.native.library import Isa, Native
@@ -37,8 +36,9 @@ from moe_mk.lab.judge.recorders import record
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
 from tools.pages import between
@@ -79,17 +79,14 @@ class Libraries:
         load_vllm(self.options.vllm, self.native.best)
 
 
-def slots_of(experts: ExpertWeights) -> list[tuple[QuantTensor, ...]]:
+def slots_of(experts: ExpertWeights) -> list[Slot]:
     """gate, up and down of each expert."""
-    inter = experts.w2.shape[2]
-    return [
-        (w13[:inter], w13[inter:], experts.w2[e])
-        for e, w13 in ((e, experts.w13[e]) for e in range(len(experts.w2.values)))
-    ]
+    slots = (experts.slot(e) for e in range(experts.num_slots))
+    return [(slot.gate_IH, slot.up_IH, slot.down_HI) for slot in slots]
 
 
 def ours(backend: str, kind: str, libraries: Libraries, compute: QuantScheme | None = None) -> Peer:
-    experts = draw_experts(scheme_of(kind))
+    experts = draw_experts(scheme_of_kind(kind))
     slots, hidden, inter = experts.w2.shape
     context = ExpertsContext(BF16, compute or BF16, "silu", slots, hidden, inter, torch.device("cpu"))
     kernels = EXPERTS[backend](context)
@@ -117,31 +114,26 @@ def of_transformers(name: str, libraries: Libraries) -> Peer:
 
 def of_vllm(kind: str, libraries: Libraries) -> Peer | None:
     libraries.load_vllm()
-    experts, amx = draw_experts(scheme_of(kind)), Isa.AMX_BF16 in libraries.native.isas
-    if kind == "bf16":
-        return Peer(vllm_bf16(experts.w13.values, experts.w2.values, "amx" if amx else "vec"), experts)
+    experts, amx = draw_experts(scheme_of_kind(kind)), Isa.AMX_BF16 in libraries.native.isas
     found = vllm_candidates(kind, slots_of(experts), amx=amx)
-    return Peer(*found.values(), experts, None if kind == "mxfp4" else INT8_TOKEN) if found else None
+    return Peer(*found.values(), experts, None if kind in ("bf16", "mxfp4") else INT8_TOKEN) if found else None
 
 
 def of_zentorch(libraries: Libraries) -> Peer:
     experts = draw_experts(BF16)
-    return Peer(zentorch_bf16(libraries.options.zentorch, experts.w13.values, experts.w2.values), experts)
+    return Peer(*zentorch_candidates(libraries.options.zentorch, "bf16", slots_of(experts)).values(), experts)
 
 
 def of_kt(kind: str, libraries: Libraries) -> Peer | None:
-    kt, experts = libraries.kt(), draw_experts(scheme_of(kind))
-    if kind in ("bf16", "fp8_block"):
-        scales = None if kind == "bf16" else (experts.w13.scales, experts.w2.scales)
-        return Peer(kt.experts(experts.w13.values, experts.w2.values, scales), experts)
-    found = kt_candidates(kt, kind, slots_of(experts))
-    blocks = kind.startswith("q") and _rounded_by_ggml(kind)
-    return Peer(*found.values(), experts, blocks or (None if kind.startswith("mx") else INT8_TOKEN)) if found else None
+    experts = draw_experts(scheme_of_kind(kind))
+    found = kt_candidates(libraries.kt(), kind, slots_of(experts))
+    compute = INT8_TOKEN if kind.startswith("int") else _rounded_by_ggml(kind) if kind.startswith("q") else None
+    return Peer(*found.values(), experts, compute) if found else None
 
 
 def of_ggml(kind: str, libraries: Libraries, *, repacked: bool) -> Peer | None:
     library = Ggml(libraries.options.ggml, libraries.options.threads, libraries.native.best)
-    experts = draw_experts(scheme_of(kind))
+    experts = draw_experts(scheme_of_kind(kind))
     _, hidden, inter = experts.w2.shape
     if repacked and not library.repacks(kind, hidden, inter):
         return None
@@ -293,7 +285,6 @@ def versions_of(options: argparse.Namespace) -> dict[str, str]:
 def main() -> None:
     parser = with_output(parser_of(__doc__), "--json")
     with_peers(parser)
-    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
     parser.add_argument(
         "--into", type=Path, help=f"a page with the lines {BEGIN} and {END}, between which the table is put"
     )

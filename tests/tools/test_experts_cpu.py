@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from experts_cpu_candidates import LARGEST_ERROR, without_wrong  # noqa: E402
 from experts_cpu_clock import STEP, settle  # noqa: E402
-from experts_cpu_peers import LARGEST_ERROR, without_wrong  # noqa: E402
-from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
+from experts_cpu_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
 from laws import table  # noqa: E402
 
 from moe_mk.quant.kinds import scheme_of_kind  # noqa: E402
