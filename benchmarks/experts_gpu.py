@@ -2,15 +2,13 @@
 
     python benchmarks/experts_gpu.py --experts 32 --tiles built-in --seconds 95 --results results.jsonl
     python benchmarks/experts_gpu.py --experts 32 --seconds 235 --results results.jsonl
-    python benchmarks/experts_gpu.py --switch pdl --results results.jsonl
 
 w13 -> activation -> w2 of DeepSeek-V3 in FP8: all 256 experts of a layer on one GPU, or one rank's share of 8 or 32
 ranks. A call sorts, multiplies, weighs and sums; tokens arrive in FP8. `of_floor` is the time that reading the touched
 weights and rows once, or multiplying, takes at the measured ceilings, over the median. Each contender has a process,
 and two of them alternate on the same weights and tokens: with --tiles those of this project, else each of others with
-ours. One that fails, or does not answer in time, is ended and named with its reason; the others go on. --switch
-compares the Gluon kernels with themselves without programmatic dependent launch ("pdl") or without loads past the L1
-cache ("cg"). What the results file has already is not measured again.
+ours. One that fails, or does not answer in time, is ended and named with its reason; the others go on. What the results
+file has already is not measured again.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from experts_gpu_cases import TOKENS, Case, in_turns, is_measured, latency_line,
 HERE = Path(__file__).resolve().parent
 OURS, GLUON, PEERS = "moe_mk, Triton", "moe_mk, Gluon", ("vLLM, Triton", "DeepGEMM, contiguous", "DeepGEMM, masked")
 TILES = {"built-in": (OURS, GLUON), "tuned": ("moe_mk, tuned",)}
-SWITCHES = {"pdl": "programmatic dependent launch", "cg": "loads past the L1 cache"}
-DECODE = (1, 16)
 REPLAY_SECONDS = 20.0
 MORE_TO_DO = 75
 
@@ -160,31 +156,17 @@ def against_peers(given: argparse.Namespace) -> int:
     return 0
 
 
-def against_itself(given: argparse.Namespace) -> int:
-    """The Gluon kernels with and without a switch, in decode with all experts."""
-    case, without = Case(256), f"without {given.switch}"
-    found = measured_pair((GLUON, without), given, 256, DECODE, given.seconds)
-    medians = {(count, name): summary(times)["median_us"] for count, name, times, _ in found}
-    for count in DECODE:
-        if (count, GLUON) in medians and (count, without) in medians:
-            line = {"kind": "switch", "switch": SWITCHES[given.switch], "case": case.name(count)}
-            on, off = medians[count, GLUON], medians[count, without]
-            write(given.results, line | {"on_us": on, "off_us": off})
-    return 0 if medians else 1
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=256, choices=[256, 32, 8])
     parser.add_argument("--tiles", choices=list(TILES), help="measure this project's experts alone, with these tiles")
     parser.add_argument("--folder", type=Path, default=Path("configs/tuned"), help="of tuned tiles")
-    parser.add_argument("--switch", choices=list(SWITCHES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--ceilings", type=Path)
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    return (against_itself if given.switch else against_limits if given.tiles else against_peers)(given)
+    return (against_limits if given.tiles else against_peers)(given)
 
 
 if __name__ == "__main__":

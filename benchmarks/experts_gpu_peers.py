@@ -305,30 +305,7 @@ def measured(folder: Path, weights: ExpertWeights, tokens: RowTokens) -> Call:
     return ours(case, weights, load_tuned(profile_here(torch.device("cuda")).name, known, folder))[1](tokens)
 
 
-def without_pdl() -> None:
-    """Every kernel of this process starts after the previous one has ended."""
-    import moe_mk.kernels.triton.topk  # noqa: F401
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("moe_mk.kernels.triton.") and hasattr(module, "chained"):
-            module.chained = dict  # type: ignore[attr-defined]
-
-
-def without_cg() -> None:
-    """Tiles are read through the L1 cache; in a replayed graph they may be those of the replay before."""
-    from moe_mk_contrib.gluon import gluon_gemms, gluon_parts
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    @gluon.jit
-    def from_l1(pointer):  # type: ignore[no-untyped-def]
-        return gl.load(pointer)
-
-    gluon_parts.from_l2 = gluon_gemms.from_l2 = from_l1
-
-
 OURS, GLUON_NAME = "moe_mk, Triton", "moe_mk, Gluon"
-SWITCHES: Mapping[str, Callable[[], None]] = {"pdl": without_pdl, "cg": without_cg}
 PEERS: Mapping[str, Callable[[ExpertWeights, RowTokens], Call]] = {
     "vLLM, Triton": vllm_triton,
     "DeepGEMM, contiguous": deep_gemm_contiguous,
@@ -336,7 +313,7 @@ PEERS: Mapping[str, Callable[[ExpertWeights, RowTokens], Call]] = {
 }
 CONTENDERS: dict[str, Callable[[ExpertWeights, RowTokens], Call]] = {
     OURS: built_in(BUILT_IN), GLUON_NAME: built_in(GLUON), "moe_mk, tuned": partial(measured, Path("configs/tuned")),
-    **PEERS, **{f"without {name}": built_in(GLUON) for name in SWITCHES},
+    **PEERS,
 }  # fmt: skip
 
 
@@ -344,8 +321,6 @@ class Contestant:
     """One contender on one layer, as its process serves it."""
 
     def __init__(self, name: str, experts: int) -> None:
-        if name.startswith("without "):
-            SWITCHES[name.removeprefix("without ")]()
         self.build, self.case, self.device = CONTENDERS[name], Case(experts), torch.device("cuda")
         self.weights = self.case.weights(self.device)
         self.graph: Callable[[], None] | None = None

@@ -2,7 +2,7 @@
 
     python tools/gpu_report.py --results build/gpu/out/results.jsonl
 
-A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "switch", "tool". Of several
+A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "tool". Of several
 latencies of the same case the last one counts.
 """
 
@@ -81,11 +81,6 @@ def page(lines: Sequence[Line]) -> str:
         )
     if latest(lines):
         parts.append(table(lines) + "\n")
-    for line in {(line["switch"], line["case"]): line for line in lines if line["kind"] == "switch"}.values():
-        parts.append(
-            f"Without {line['switch']}, {line['case']}: {line['off_us'] / line['on_us']:.3f} times as long "
-            f"({line['on_us']:.1f} us with it).\n"
-        )
     for line in {line["tool"]: line for line in lines if line["kind"] == "tool"}.values():
         parts.append(
             f"{line['tool']}: {line['status']}.\n" + (f"\n```text\n{line['text']}\n```\n" if line["text"] else "")
