@@ -6,9 +6,11 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
@@ -16,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is 
 from moe_mk.lab.cli.outputs import output_file
 
 SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
 
 
 def parser_of(doc: str | None, **sizes: int) -> argparse.ArgumentParser:
@@ -67,6 +71,21 @@ def processor() -> str:
     """The model of the first core."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def slowest(per_rank: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Seconds of the slowest rank in each round, by round and clock."""
+    return np.max([rank[name] for rank in per_rank], axis=0)
+
+
+def medians_ms(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians over rounds of the slowest rank, on the clock."""
+    return {name: round(np.median(slowest(per_rank, name), axis=0).flat[0] * 1e3, 4) for name in per_rank[0]}
+
+
+def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:
+    """The median over rounds of the ratio of two ways in one round, on the slowest rank."""
+    return float(np.median((slowest(per_rank, one) / slowest(per_rank, other))[:, clock]))
 
 
 def write(path: Path | None, facts: Mapping[str, object]) -> None:

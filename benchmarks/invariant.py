@@ -10,19 +10,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import parser_of, with_output
-from small_layers import (
-    RANKS,
-    Size,
-    Times,
-    batch,
-    layer_of,
-    medians_ms,
-    native_experts,
-    ratio,
-    timed,
-    write_rows,
-)  # fmt: skip
+from common import Times, medians_ms, parser_of, ratio, with_output
+from small_layers import RANKS, Size, batch, layer_of, native_experts, timed, write_rows
 
 from moe_mk.lab.testing.on_ranks import RankWorld
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser_of, with_output
-from small_layers import RANKS, Size, batch, layer_of, medians_ms, native_experts, timed, write_rows
+from common import medians_ms, parser_of, with_output
+from small_layers import RANKS, Size, batch, layer_of, native_experts, timed, write_rows
 from torch import Tensor
 
 from moe_mk.flight import wait

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import truediv
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from common import SIZES, about, parser_of, processor, with_output, write
+from common import SIZES, Times, about, parser_of, processor, ratio, slowest, with_output, write
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
@@ -82,10 +81,6 @@ def batch(size: Size, rank: int = 0) -> Tensor:
     return made.to(torch.bfloat16)
 
 
-Times = dict[str, list[tuple[float, float]]]
-"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
-
-
 def timed(
     ways: Mapping[str, Callable[[], object]], rounds: int, *, together: bool = False, once: bool = False
 ) -> Times:
@@ -117,21 +112,6 @@ def warm(call: Callable[[], object]) -> float:
         call()
         seconds.append(now() - start)
     return min(seconds)
-
-
-def slowest(per_rank: Sequence[Times], name: str, clock: int = 0) -> list[float]:
-    """Seconds of the slowest rank in each round."""
-    return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
-
-
-def medians_ms(per_rank: Sequence[Times]) -> dict[str, float]:
-    """Medians over rounds of the slowest rank."""
-    return {name: median(slowest(per_rank, name)) * 1e3 for name in per_rank[0]}
-
-
-def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:
-    """The median over rounds of the ratio of two ways in one round, on the slowest rank."""
-    return median(map(truediv, slowest(per_rank, one, clock), slowest(per_rank, other, clock)))
 
 
 def write_rows(options: argparse.Namespace, backend: str, unit: str, rows: list[dict[str, Any]]) -> None:
@@ -322,10 +302,10 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
     def row(name: str) -> dict[str, float]:
         found = {}
         for clock, what in enumerate(("clock", "processor")):
-            times = slowest(per_rank, name, clock)
-            found[f"{what}_us"] = round(median(times) * 1e6, 1)
+            times = slowest(per_rank, name)[:, clock]
+            found[f"{what}_us"] = round(np.median(times) * 1e6, 1)
             found[f"{what}_ratio"] = round(ratio(per_rank, name, unit, clock), 2)
-            found[f"{what}_least_us"] = round(min(times) * 1e6, 1)
+            found[f"{what}_least_us"] = round(times.min() * 1e6, 1)
         return found
 
     rows = {name: row(name) for name in per_rank[0]}
