@@ -3,9 +3,7 @@
     python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
-    python benchmarks/experts_cpu.py --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --vllm vllm --kt kt --formats-only
-    python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k q4_k_w4a8 --ggml ggml --formats-only  # INT8 tokens
-    python benchmarks/experts_cpu.py --quant q4_k q4_k_w4a8 q8_0 q8_0_w8a8 mxfp4 --ik build --formats-only
+    python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k mxfp4 --ggml ggml --ik build --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
@@ -92,7 +90,6 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
     parser.add_argument("--minutes", type=float, default=0.0, help="of the whole run, at least; --rounds in any case")
     parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
-    parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
     with_peers(parser)
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
@@ -105,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     end = time.monotonic() + 60 * options.minutes
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    native = replace(native or load(progress=print), own_threads=options.kernel_threads == "own")
+    native = native or load(progress=print)
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
         native = replace(native, pinned=native.best)
@@ -153,7 +150,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     return {
         "device": f"{processor()}, {options.threads} threads, best{limit} {native.best.name}",
         "instruction sets": instruction_set.described(native),
-        "threads": f"kernels on {described(options.kernel_threads)}",
+        "threads": f"kernels on {described()}",
         "versions": versions(),
         "command": command(),
         "shape": {name: getattr(options, name) for name in flags},

@@ -5,12 +5,10 @@ Layouts and operators were read in vLLM 0.32.0 (csrc/cpu/sgl-kernels, fused_moe/
 how to get the libraries, and what they round.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,35 +44,20 @@ def transformers_candidates(kind: str, slots: Sequence[Slot]) -> dict[str, Exper
     if kind != "bf16":
         return {}
     weights = stacked(slots)
-    return {"transformers grouped_mm bf16": grouped_mm(*weights), "transformers eager bf16": eager(*weights)}
+    return {f"transformers {name} bf16": of_transformers(name, *weights) for name in ("grouped_mm", "eager")}
 
 
-def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:
-    """Return transformers' own grouped_mm experts (bf16), called on the attributes they read."""
-    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+def of_transformers(implementation: str, w13: Tensor, w2: Tensor) -> Experts:
+    """DeepSeek-V3's experts in transformers (bf16), by one of its implementations."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3Experts
 
-    layer = SimpleNamespace(
-        num_experts=w13.shape[0],
-        gate_up_proj=w13,
-        down_proj=w2,
-        has_gate=True,
-        has_bias=False,
-        is_transposed=False,
-        has_post_expert_norm=False,
-        _is_expert_parallel=False,
-        act_fn=torch.nn.functional.silu,
-    )
-    layer._apply_gate = lambda gate_up: _default_apply_gate(layer, gate_up)
-    return lambda x, ids, weights: grouped_mm_experts_forward(layer, x, ids, weights.bfloat16())
-
-
-def eager(w13: Tensor, w2: Tensor) -> Experts:
-    """Return transformers' eager DeepSeek-V3 experts (bf16), its own forward on the attributes it reads."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
-
-    layer = SimpleNamespace(num_experts=w13.shape[0], gate_up_proj=w13, down_proj=w2, act_fn=torch.nn.functional.silu)
-    forward = inspect.unwrap(DeepseekV3Experts.forward)
-    return lambda x, ids, weights: forward(layer, x, ids.long(), weights.bfloat16())
+    experts, hidden, inter = w2.shape
+    config = DeepseekV3Config(n_routed_experts=experts, hidden_size=hidden, moe_intermediate_size=inter)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        module = DeepseekV3Experts(config)
+    module.load_state_dict({"gate_up_proj": w13, "down_proj": w2}, assign=True)
+    return torch.no_grad()(lambda x, ids, weights: module(x, ids.long(), weights.bfloat16()))
 
 
 def zentorch_candidates(folder: Path, kind: str, slots: Sequence[Slot]) -> dict[str, Experts]:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from common import about, parser_of, with_output, with_peers, write
 from experts_cpu_ggml import Ggml, GgmlExperts
-from experts_cpu_peers import KtKernel, Slot, eager, kt_candidates, load_vllm, vllm_candidates, zentorch_candidates
+from experts_cpu_peers import KtKernel, Slot, kt_candidates, load_vllm, vllm_candidates, zentorch_candidates
+from experts_cpu_peers import of_transformers as transformers_experts
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.kernels.native.library import Isa, Native
@@ -98,7 +99,7 @@ def of_transformers(name: str, libraries: Libraries) -> Peer:
 
     experts = draw_experts(BF16)
     if name == "eager":
-        forward = eager(experts.w13.values, experts.w2.values)
+        forward = transformers_experts(name, experts.w13.values, experts.w2.values)
         # With the names of the interface, so that an absent expert is one beyond the last.
         return Peer(
             lambda hidden_states, top_k_index, top_k_weights: forward(hidden_states, top_k_index, top_k_weights),

@@ -46,7 +46,6 @@ from moe_mk.experts.cpu_native import experts as experts_of_cpu
 from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, RecordMemory
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import POLICIES, READERS
-from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.kernels.native.prepared import ExpertsCall
@@ -220,6 +219,7 @@ class Bench:
         self.paged, self.cache = paged, paged.cache
         self.slots, self.each = slots, self.cache.layout.num_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        self.native: Native = self.layer.kernel.experts.native
         self.disk = Disk(self.cache.store, self.cache, self.native)
         self.draw = torch.Generator(CPU).manual_seed(1)
         self.differences = self.compared = 0
@@ -268,7 +268,7 @@ class Bench:
         return time.perf_counter() - began, y_TH
 
     def _mapped(self, call: Call, mapping: MappedRecords) -> tuple[float, Tensor]:
-        experts = ExpertsCall(self.native, *mapping.matrices, None, self.mode)
+        experts = ExpertsCall(self.native, *mapping.matrices, None, next(iter(self.paged.calls))[0])
         began = time.perf_counter()
         y_TH = experts(call.x_TH, None, call.ids_TK, call.weights_TK, None, torch.get_num_threads())
         return time.perf_counter() - began, y_TH
@@ -281,14 +281,6 @@ class Bench:
         cache.policy = POLICIES["lru"](self.experts)
         yield
         cache.policy, cache.uses, cache.hits, cache.reads = kept
-
-    @property
-    def native(self) -> Native:
-        return self.layer.kernel.experts.native
-
-    @property
-    def mode(self) -> ExpertsMode:
-        return next(iter(self.paged.calls))[0]
 
 
 def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:

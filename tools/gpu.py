@@ -278,19 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, default=ROOT / ".peers" / "out", help="what an earlier run wrote")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".peers" / "whl")
     parser.add_argument("--work", type=Path, default=ROOT / WORK)
-    parser.add_argument("--only", nargs="+", default=[], help="parts by the start of their names")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(arguments)
     out, work = given.out.resolve(), given.work.resolve()
     if not set(given.command) <= {1, 2, 3, 4}:
         parser.error(f"commands are 1 to 4, not {given.command}")
     chosen = [each for each in commands(work, out) if not given.command or each.number in given.command]
-    if given.only:
-        some = tuple(given.only)
-        chosen = [
-            Command(each.number, each.title, tuple(part for part in each.parts if part.name.startswith(some)))
-            for each in chosen
-        ]
     if given.dry_run:
         for each in chosen:
             print(f"command {each.number}: {each.title}; {each.seconds} of {COMMAND_SECONDS} s at most")

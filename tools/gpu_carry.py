@@ -76,19 +76,18 @@ def pack(work: Path, out: Path) -> list[str]:
     """Write the caches of a work folder as archives; returns the folders that did not fit."""
     found = [sorted((work / name).iterdir(), key=_newest) for name in CACHES if (work / name).is_dir()]
     groups = [group for of_cache in found for group in of_cache]
-    left_out, archives, sizes = list[str](), list[list[bytes]](), list[int]()
+    left_out, archives, room = list[str](), list[list[bytes]](), 0
     for group in groups:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archived:
             archived.add(group, group.relative_to(work).as_posix())
         body = buffer.getvalue()
-        fits = [place for place, size in enumerate(sizes) if size + len(body) <= ARCHIVE]
-        if fits:
-            archives[fits[0]].append(body)
-            sizes[fits[0]] += len(body)
-        elif len(archives) < MOST_ARCHIVES and len(body) <= ARCHIVE:
-            archives.append([body])
-            sizes.append(len(body))
+        if len(body) > room and len(archives) < MOST_ARCHIVES:
+            archives.append([])
+            room = ARCHIVE
+        if len(body) <= room:
+            archives[-1].append(body)
+            room -= len(body)
         else:
             left_out.append(group.relative_to(work).as_posix())
     for place, bodies in enumerate(archives):
@@ -123,13 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers")
     parser.add_argument("--peers", action="store_true", help="DeepGEMM as well")
     parser.add_argument("--vllm", type=Path, help="a wheel of vLLM, to take its Triton kernel from")
-    parser.add_argument("--dry-run", action="store_true", help="print the command")
     given = parser.parse_args(arguments)
     wanted = pinned(NEEDED, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
     fetch = command([*wanted, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
-    if given.dry_run:
-        sys.stdout.write(" ".join(fetch) + "\n")
-        return 0
     (given.folder / "whl").mkdir(parents=True, exist_ok=True)
     status = subprocess.run(fetch, check=False, timeout=900).returncode
     if given.vllm:
