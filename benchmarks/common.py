@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
 
+from moe_mk.external.device import processor
 from moe_mk.lab.cli.outputs import output_file
 
 SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
@@ -65,12 +66,6 @@ def about(options: argparse.Namespace) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
-
-
-def processor() -> str:
-    """The model of the first core."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def slowest(per_rank: Sequence[Mapping[str, Any]], name: str) -> Any:

@@ -72,14 +72,9 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
     settings |= {"num_hidden_layers": layers, "vocab_size": vocabulary, "tie_word_embeddings": False}
     settings |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cpu"), initialization.no_init_weights():
-            make: Any = AutoModelForCausalLM.from_config
-            model = make(config)
-    finally:
-        torch.set_default_dtype(before)
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("cpu"), initialization.no_init_weights():
+        model = make(config, dtype=torch.bfloat16)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -73,13 +73,8 @@ def report(
                 "of_peak": flop / peak_flop * peak / times["cpu_ms"],
                 "error_l2": errors[name],
             }
-            print(
-                f"  {name:28} wall {times['wall_ms']:9.2f} ms  cpu {times['cpu_ms']:9.2f} ms"
-                f"  x{line['times_ours']:5.2f}"
-                f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
-                + (f"  first {times['first_wall_ms']:9.2f} ms" if "first_wall_ms" in times else "")
-                + (f"  behind torch {times['behind_wall_ms']:9.2f} ms" if "behind_wall_ms" in times else "")
-            )
+            shown = (f"{key.removesuffix('_ms')} {value:.3g}" for key, value in line.items() if key != "candidate")
+            print(f"  {name:28} {', '.join(shown)}")
         lines.append(line)
     return lines
 

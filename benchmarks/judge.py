@@ -111,7 +111,7 @@ def of_peers(options: argparse.Namespace) -> None:
     for name, made in laws.peers(options).items():
         if not name.startswith(tuple(options.only)):
             continue
-        if (peer := made(laws.Libraries(options))) is None:
+        if (peer := made(options)) is None:
             print(f"{name}: not on this processor", flush=True)
             continue
         judged, alarms, found = 0, list[str](), dict.fromkeys(MISTAKES, 0)

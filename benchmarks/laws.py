@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distributions, version
 from signal import SIGKILL
 from typing import Any
@@ -29,8 +29,8 @@ from experts_cpu_peers import KtKernel, Slot, kt_candidates, load_vllm, vllm_can
 from experts_cpu_peers import of_transformers as transformers_experts
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.selfcheck import load
+from moe_mk.kernels.native.library import Isa
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
@@ -58,30 +58,13 @@ class Peer:
     compute: QuantScheme | None = None
 
 
-@dataclass(frozen=True)
-class Libraries:
-    """Where other projects are."""
-
-    options: argparse.Namespace
-
-    @cached_property
-    def native(self) -> Native:
-        return load()
-
-    def kt(self) -> KtKernel:
-        return KtKernel(self.options.kt, self.options.threads, TOP_K, MOST, best=self.native.best)
-
-    def load_vllm(self) -> None:
-        load_vllm(self.options.vllm, self.native.best)
-
-
 def slots_of(experts: ExpertWeights) -> list[Slot]:
     """gate, up and down of each expert."""
     slots = (experts.slot(e) for e in range(experts.num_slots))
     return [(slot.gate_IH, slot.up_IH, slot.down_HI) for slot in slots]
 
 
-def ours(backend: str, kind: str, libraries: Libraries, compute: QuantScheme | None = None) -> Peer:
+def ours(backend: str, kind: str, options: argparse.Namespace, compute: QuantScheme | None = None) -> Peer:
     experts = draw_experts(scheme_of_kind(kind))
     slots, hidden, inter = experts.w2.shape
     context = ExpertsContext(BF16, compute or BF16, "silu", slots, hidden, inter, torch.device("cpu"))
@@ -94,7 +77,7 @@ def ours(backend: str, kind: str, libraries: Libraries, compute: QuantScheme | N
     return Peer(run, experts, compute)
 
 
-def of_transformers(name: str, libraries: Libraries) -> Peer:
+def of_transformers(name: str, options: argparse.Namespace) -> Peer:
     from transformers.integrations import moe
 
     experts = draw_experts(BF16)
@@ -108,27 +91,28 @@ def of_transformers(name: str, libraries: Libraries) -> Peer:
     return Peer(getattr(moe, f"{name}_experts_forward"), experts)
 
 
-def of_vllm(kind: str, libraries: Libraries) -> Peer | None:
-    libraries.load_vllm()
-    experts, amx = draw_experts(scheme_of_kind(kind)), Isa.AMX_BF16 in libraries.native.isas
+def of_vllm(kind: str, options: argparse.Namespace) -> Peer | None:
+    load_vllm(options.vllm, loaded().best)
+    experts, amx = draw_experts(scheme_of_kind(kind)), Isa.AMX_BF16 in loaded().isas
     found = vllm_candidates(kind, slots_of(experts), amx=amx)
     return Peer(*found.values(), experts, None if kind in ("bf16", "mxfp4") else INT8_TOKEN) if found else None
 
 
-def of_zentorch(libraries: Libraries) -> Peer:
+def of_zentorch(options: argparse.Namespace) -> Peer:
     experts = draw_experts(BF16)
-    return Peer(*zentorch_candidates(libraries.options.zentorch, "bf16", slots_of(experts)).values(), experts)
+    return Peer(*zentorch_candidates(options.zentorch, "bf16", slots_of(experts)).values(), experts)
 
 
-def of_kt(kind: str, libraries: Libraries) -> Peer | None:
+def of_kt(kind: str, options: argparse.Namespace) -> Peer | None:
     experts = draw_experts(scheme_of_kind(kind))
-    found = kt_candidates(libraries.kt(), kind, slots_of(experts))
+    library = KtKernel(options.kt, options.threads, TOP_K, MOST, best=loaded().best)
+    found = kt_candidates(library, kind, slots_of(experts))
     compute = INT8_TOKEN if kind.startswith("int") else _rounded_by_ggml(kind) if kind.startswith("q") else None
     return Peer(*found.values(), experts, compute) if found else None
 
 
-def of_ggml(kind: str, libraries: Libraries, *, repacked: bool) -> Peer | None:
-    library = Ggml(libraries.options.ggml, libraries.options.threads, libraries.native.best)
+def of_ggml(kind: str, options: argparse.Namespace, *, repacked: bool) -> Peer | None:
+    library = Ggml(options.ggml, options.threads, loaded().best)
     experts = draw_experts(scheme_of_kind(kind))
     _, hidden, inter = experts.w2.shape
     if repacked and not library.repacks(kind, hidden, inter):
@@ -142,9 +126,9 @@ def _rounded_by_ggml(kind: str) -> Int8Block:
     return Int8Block(f"int8_1x{columns}", 1, columns)
 
 
-def peers(options: argparse.Namespace) -> dict[str, Callable[[Libraries], Peer | None]]:
+def peers(options: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Peer | None]]:
     """By name, what makes a peer; None where its library does not have it on this processor."""
-    made: dict[str, Callable[[Libraries], Peer | None]] = {}
+    made: dict[str, Callable[[argparse.Namespace], Peer | None]] = {}
     for kind in ("bf16", "fp8_block", "int8", "int4_g32", "mxfp4", "q4_k", "q8_0"):
         made[f"moe_mk {kind}"] = partial(ours, "cpu_native", kind)
     made["moe_mk int8, INT8 tokens"] = partial(ours, "cpu_native", "int8", compute=INT8_TOKEN)
@@ -169,7 +153,7 @@ def child(options: argparse.Namespace) -> None:
     """Run some laws of one peer; a line of JSON before and after each."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    peer = peers(options)[options.one](Libraries(options))
+    peer = peers(options)[options.one](options)
     if peer is None:
         print(json.dumps({"absent": True}), flush=True)
         return

@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,14 +175,8 @@ class Disk:
         return time.perf_counter() - began
 
 
-class Call(NamedTuple):
-    """The arguments of `forward_routed`."""
-
-    x_TH: Tensor
-    weights_TK: Tensor
-    ids_TK: Tensor
-
-
+Call = tuple[Tensor, Tensor, Tensor]
+"""Tokens, weights and ids, as of `forward_routed`."""
 WAYS = ("forward", "compute", "read", "mapped")
 
 
@@ -234,7 +228,7 @@ class Bench:
         for number, ids_TK in enumerate(ids):
             x_TH = torch.randn(len(ids_TK), self.options.hidden, generator=self.draw, device=CPU).bfloat16()
             weights_TK = torch.rand(ids_TK.shape, generator=self.draw, device=CPU) + 0.5
-            call, experts = Call(x_TH, weights_TK, ids_TK), torch.unique(ids_TK).tolist()
+            call, experts = (x_TH, weights_TK, ids_TK), torch.unique(ids_TK).tolist()
             missing, before = [e for e in experts if e not in cache.slot_of], cache.reads
             forward, y_TH = self._forward(call)
             missed = cache.reads - before
@@ -268,9 +262,10 @@ class Bench:
         return time.perf_counter() - began, y_TH
 
     def _mapped(self, call: Call, mapping: MappedRecords) -> tuple[float, Tensor]:
+        x_TH, weights_TK, ids_TK = call
         experts = ExpertsCall(self.native, *mapping.matrices, None, next(iter(self.paged.calls))[0])
         began = time.perf_counter()
-        y_TH = experts(call.x_TH, None, call.ids_TK, call.weights_TK, None, torch.get_num_threads())
+        y_TH = experts(x_TH, None, ids_TK, weights_TK, None, torch.get_num_threads())
         return time.perf_counter() - began, y_TH
 
     @contextmanager

@@ -10,6 +10,7 @@ import argparse
 import os
 import random
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -90,7 +91,7 @@ def timed(
     """
     calls = dict.fromkeys(ways, CALLS_TOGETHER if together and not once else 1)
     if not once:
-        first = {name: warm(call) for name, call in ways.items()}
+        first = {name: min(timeit.repeat(call, number=1, repeat=8)) for name, call in ways.items()}
         calls = calls if together else {name: max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
     found: Times = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -102,16 +103,6 @@ def timed(
                 ways[name]()
             found[name].append(((now() - start) / calls[name], (time.process_time() - used) / calls[name]))
     return {name: times[1:] for name, times in found.items()}
-
-
-def warm(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of eight calls."""
-    seconds = []
-    for _ in range(8):
-        start = now()
-        call()
-        seconds.append(now() - start)
-    return min(seconds)
 
 
 def write_rows(options: argparse.Namespace, backend: str, unit: str, rows: list[dict[str, Any]]) -> None:
@@ -309,12 +300,7 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
         return found
 
     rows = {name: row(name) for name in per_rank[0]}
-    print(f"\n{title}; ratios to: {unit}\n  {'':<54}{'clock':>12}{'ratio':>7}{'processor':>13}{'ratio':>7}")
-    for name, of in rows.items():
-        print(
-            f"  {name:<54}{of['clock_us']:>9.1f} us{of['clock_ratio']:>7.2f}"
-            f"{of['processor_us']:>10.1f} us{of['processor_ratio']:>7.2f}"
-        )
+    print(f"\n{title}; ratios to: {unit}", *(f"  {name:<54} {of}" for name, of in rows.items()), sep="\n")
     return {"title": title, "unit": unit, "rows": rows}
 
 

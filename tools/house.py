@@ -42,7 +42,7 @@ LIMITS = {
     "core lines": 26_618,
     "library lines": 51_731,
     "test lines": 77_377,
-    "tool and benchmark lines": 9_448,
+    "tool and benchmark lines": 8_878,
     "long files": 0,
     "docstrings without a subject": 0,
     "words of docs": 45_000,
