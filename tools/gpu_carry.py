@@ -35,17 +35,12 @@ CACHES = ("tuned", "triton_cache", "deep_gemm_cache")
 """Folders of the work folder that travel back, the most valuable first."""
 
 
-def pinned(names: Sequence[str], constraints: str) -> list[str]:
-    """Requirements at the versions that continuous integration installs. Raises KeyError for a name without one."""
-    versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#"))
-    return [f"{name}=={versions[name]}" for name in names]
-
-
 def command(requirements: Sequence[str], folder: Path, python: str) -> list[str]:
-    """The pip command that fetches wheels for another machine."""
+    """The pip command that fetches wheels for another machine, at the versions of continuous integration."""
     target = ["--python-version", python, "--only-binary=:all:", "--platform", "manylinux_2_28_x86_64"]
     older = ["--platform", "manylinux_2_17_x86_64", "--platform", "manylinux2014_x86_64"]
-    return [sys.executable, "-m", "pip", "download", "--no-deps", *target, *older, "-d", str(folder), *requirements]
+    pins = ["-c", str(ROOT / "constraints.txt"), "-d", str(folder)]
+    return [sys.executable, "-m", "pip", "download", "--no-deps", *pins, *target, *older, *requirements]
 
 
 def take_vllm(wheel: Path, folder: Path) -> list[str]:
@@ -123,8 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="DeepGEMM as well")
     parser.add_argument("--vllm", type=Path, help="a wheel of vLLM, to take its Triton kernel from")
     given = parser.parse_args(arguments)
-    wanted = pinned(NEEDED, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    fetch = command([*wanted, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
+    fetch = command([*NEEDED, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
     (given.folder / "whl").mkdir(parents=True, exist_ok=True)
     status = subprocess.run(fetch, check=False, timeout=900).returncode
     if given.vllm:
