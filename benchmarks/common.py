@@ -75,7 +75,7 @@ def slowest(per_rank: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 def medians_ms(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Medians over rounds of the slowest rank, on the clock."""
-    return {name: round(np.median(slowest(per_rank, name), axis=0).flat[0] * 1e3, 4) for name in per_rank[0]}
+    return {name: round(float(np.median(slowest(per_rank, name), axis=0).flat[0]) * 1e3, 4) for name in per_rank[0]}
 
 
 def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:

@@ -294,9 +294,9 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
         found = {}
         for clock, what in enumerate(("clock", "processor")):
             times = slowest(per_rank, name)[:, clock]
-            found[f"{what}_us"] = round(np.median(times) * 1e6, 1)
+            found[f"{what}_us"] = round(float(np.median(times)) * 1e6, 1)
             found[f"{what}_ratio"] = round(ratio(per_rank, name, unit, clock), 2)
-            found[f"{what}_least_us"] = round(times.min() * 1e6, 1)
+            found[f"{what}_least_us"] = round(float(times.min()) * 1e6, 1)
         return found
 
     rows = {name: row(name) for name in per_rank[0]}
