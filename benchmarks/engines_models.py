@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.lab.checkpoints.dialects import quantization_config
 from moe_mk.lab.checkpoints.gguf_checkpoint import GgufTensor, write_gguf
 from moe_mk.lab.checkpoints.packing import pack
 from moe_mk.quant.fp8 import FP8_128x128
@@ -71,14 +72,9 @@ def _write_plain(name: str, layers: int, folder: Path) -> None:
     settings |= {"num_hidden_layers": layers, "vocab_size": vocabulary, "tie_word_embeddings": False}
     settings |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cpu"), initialization.no_init_weights():
-            make: Any = AutoModelForCausalLM.from_config
-            model = make(config)
-    finally:
-        torch.set_default_dtype(before)
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("cpu"), initialization.no_init_weights():
+        model = make(config, dtype=torch.bfloat16)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -110,18 +106,7 @@ def _quantise(source: Path, folder: Path, kind: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-GROUP = 128
-INT4 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
-        }
-    },
-}  # fmt: skip
+INT4 = "int4_g128"
 
 
 def _fp8(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
@@ -131,7 +116,7 @@ def _fp8(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def _int4(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
-    found = pack("compressed_tensors", GROUPED[f"int4_g{GROUP}"].quantize(weight_NK))
+    found = pack("compressed_tensors", GROUPED[INT4].quantize(weight_NK))
     return {f"{name}_{key or 'packed'}": tensor for key, tensor in found.items()}
 
 
@@ -144,7 +129,10 @@ def _mxfp4(name: str, weights_EKN: Tensor) -> dict[str, Tensor]:
 
 
 KINDS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "fp8": (_fp8, FP8), "int4": (_int4, INT4),
+    "fp8": (_fp8, quantization_config("fp8_block", (128, 128))),
+    "int4": (_int4, quantization_config(INT4, (128, 128)) | {
+        "quantization_status": "compressed", "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }),
     "mxfp4": (_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ]}),

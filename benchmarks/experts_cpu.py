@@ -3,9 +3,7 @@
     python benchmarks/experts_cpu.py --experts 8 --rows 1 4 16 64 256 --vllm vllm --kt kt --json out.json
     python benchmarks/experts_cpu.py --experts 256 --ours-only --json out.json     # 11.3 GB of weights, 14 GB in all
     python benchmarks/experts_cpu.py --experts 8 --quant mxfp4 nvfp4 mxfp8 int8 int8_w8a8 --vllm vllm --formats-only
-    python benchmarks/experts_cpu.py --quant int4_g32 q4_k q8_0 mxfp4 --ggml ggml --vllm vllm --kt kt --formats-only
-    python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k q4_k_w4a8 --ggml ggml --formats-only  # INT8 tokens
-    python benchmarks/experts_cpu.py --quant q4_k q4_k_w4a8 q8_0 q8_0_w8a8 mxfp4 --ik build --formats-only
+    python benchmarks/experts_cpu.py --quant q4_0 q4_0_w4a8 q4_k mxfp4 --ggml ggml --ik build --formats-only
 
 Per number of rows and per routing (uniform, Zipf-skewed) every candidate has its turn once a round: calls that follow a
 call, and for few tokens also the first call after a pause (the reason is in experts_cpu_clock.py). Two clocks: `wall`,
@@ -24,14 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import command, parser_of, processor, versions, with_output, with_peers, write
-from experts_cpu_candidates import gather_candidates
+from experts_cpu_candidates import Candidate, Weights, errors_of, gather_candidates, without_wrong, wrong_results
 from experts_cpu_clock import FEW, Times, Yardsticks, measure
-from experts_cpu_peers import Experts, Weights, errors_of, without_wrong, wrong_results
 from torch import Tensor
 
 from moe_mk.kernels.native import instruction_set
@@ -77,13 +73,8 @@ def report(
                 "of_peak": flop / peak_flop * peak / times["cpu_ms"],
                 "error_l2": errors[name],
             }
-            print(
-                f"  {name:28} wall {times['wall_ms']:9.2f} ms  cpu {times['cpu_ms']:9.2f} ms"
-                f"  x{line['times_ours']:5.2f}"
-                f"  read {line['of_read']:5.1%}  peak {line['of_peak']:5.1%}  error {errors[name]:.1e}"
-                + (f"  first {times['first_wall_ms']:9.2f} ms" if "first_wall_ms" in times else "")
-                + (f"  behind torch {times['behind_wall_ms']:9.2f} ms" if "behind_wall_ms" in times else "")
-            )
+            shown = (f"{key.removesuffix('_ms')} {value:.3g}" for key, value in line.items() if key != "candidate")
+            print(f"  {name:28} {', '.join(shown)}")
         lines.append(line)
     return lines
 
@@ -94,10 +85,8 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     parser.add_argument("--skew", nargs="+", default=["uniform"], choices=["uniform", "zipf"])
     parser.add_argument("--minutes", type=float, default=0.0, help="of the whole run, at least; --rounds in any case")
     parser.add_argument("--after-torch", action="store_true", help="measure calls behind an operator of torch as well")
-    parser.add_argument("--kernel-threads", choices=["auto", "own"], default="auto", help="kernel.threads of ours")
     parser.add_argument("--isa", help="an instruction set, such as AVX512_VNNI: no candidate uses a better one")
     with_peers(parser)
-    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
     parser.add_argument("--ours-only", action="store_true", help="no peers, and weights are kept in packed form only")
     parser.add_argument(
         "--quant", nargs="*", default=[], help="further stored formats to measure, see experts_cpu_candidates.py"
@@ -108,44 +97,42 @@ def main(arguments: Sequence[str] | None = None, native: Native | None = None) -
     end = time.monotonic() + 60 * options.minutes
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    native = replace(native or load(progress=print), own_threads=options.kernel_threads == "own")
+    native = native or load(progress=print)
     if options.isa is not None:
         native = replace(native, isas=tuple(isa for isa in native.isas if isa <= Isa[options.isa]))
         native = replace(native, pinned=native.best)
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_NAMES[native.best]  # torch's products; read at the first one
-    layer = Weights(options.experts, options.hidden, options.inter, keep=not options.ours_only)
-    candidates, references, fp8 = gather_candidates(native, layer, options)
+    layer = Weights.random(options.experts, options.hidden, options.inter)
+    candidates, fp8 = gather_candidates(native, layer, options)
     yardsticks = Yardsticks(native, fp8, options.threads)
     cases: list[dict[str, Any]] = []
     slow: dict[str, set[str]] = {skew: set() for skew in options.skew}
     batches = list(product(options.skew, options.rows))
     for number, (skew, tokens) in enumerate(batches):
-        patient = {name: run for name, run in candidates.items() if name not in slow[skew] or name == "ours fp8"}
+        patient = {name: each for name, each in candidates.items() if name not in slow[skew] or name == "ours fp8"}
         until = time.monotonic() + (end - time.monotonic()) / (len(batches) - number)
-        cases.append(one_case(layer, references, patient, yardsticks, options, tokens, skew, until))
+        cases.append(one_case(patient, yardsticks, options, tokens, skew, until))
         slow[skew] |= {line["candidate"] for line in cases[-1]["lines"] if line["wall_ms"] > options.patience * 1e3}
     write(options.json, facts(native, options) | {"cases": cases})
 
 
 def one_case(
-    layer: Weights,
-    references: dict[str, Experts],
-    candidates: dict[str, Experts],
+    candidates: dict[str, Candidate],
     yardsticks: Yardsticks,
     options: argparse.Namespace,
     tokens: int,
     skew: str,
     until: float,
 ) -> dict[str, Any]:
-    """Everybody's error and time on one batch. references: of those that have other weights than the layer."""
+    """Everybody's error and time on one batch."""
     x = torch.randn(tokens, options.hidden).bfloat16()
     batch = (x, *routing(tokens, options.experts, options.top_k, skew))
-    errors = errors_of(candidates, references, layer, batch, 2 if options.ours_only else 16)
-    candidates = without_wrong(candidates, errors)
+    errors = errors_of(candidates, batch, 2 if options.ours_only else 16)
+    calls = {name: each.call for name, each in without_wrong(candidates, errors).items()}
     print(f"E={options.experts} M={tokens} {skew}", flush=True)
     rounds = options.rounds if tokens <= FEW else (max(5, options.rounds // 2) if tokens < 1024 else 3)
     operator = projection(batch[0]) if options.after_torch else None
-    seen = measure(candidates, yardsticks, batch, rounds, until, operator)
+    seen = measure(calls, yardsticks, batch, rounds, until, operator)
     flop = tokens * options.top_k * 6.0 * options.hidden * options.inter
     lines = report(seen, errors, flop, yardsticks.flops, "ours fp8")
     case = {"rows": tokens, "skew": skew, "experts_hit": batch[1].unique().numel(), "lines": lines}
@@ -158,7 +145,7 @@ def facts(native: Native, options: argparse.Namespace) -> dict[str, object]:
     return {
         "device": f"{processor()}, {options.threads} threads, best{limit} {native.best.name}",
         "instruction sets": instruction_set.described(native),
-        "threads": f"kernels on {described(options.kernel_threads)}",
+        "threads": f"kernels on {described()}",
         "versions": versions(),
         "command": command(),
         "shape": {name: getattr(options, name) for name in flags},

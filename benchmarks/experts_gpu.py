@@ -2,36 +2,30 @@
 
     python benchmarks/experts_gpu.py --experts 32 --tiles built-in --seconds 95 --results results.jsonl
     python benchmarks/experts_gpu.py --experts 32 --seconds 235 --results results.jsonl
-    python benchmarks/experts_gpu.py --switch pdl --results results.jsonl
 
 w13 -> activation -> w2 of DeepSeek-V3 in FP8: all 256 experts of a layer on one GPU, or one rank's share of 8 or 32
 ranks. A call sorts, multiplies, weighs and sums; tokens arrive in FP8. `of_floor` is the time that reading the touched
 weights and rows once, or multiplying, takes at the measured ceilings, over the median. Each contender has a process,
 and two of them alternate on the same weights and tokens: with --tiles those of this project, else each of others with
-ours. One that fails, or does not answer in time, is ended and named with its reason; the others go on. --switch
-compares the Gluon kernels with themselves without programmatic dependent launch ("pdl") or without loads past the L1
-cache ("cg"). What the results file has already is not measured again.
+ours. One that fails, or does not answer in time, is ended and named with its reason; the others go on. What the results
+file has already is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import select
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from experts_gpu_cases import TOKENS, Case, in_turns, is_measured, latency_line, rates_from, summary, write
+from experts_gpu_cases import TOKENS, Case, in_turns, is_measured, latency_line, rates_from, reason_of, summary, write
 
-HERE = Path(__file__).resolve().parent
 OURS, GLUON, PEERS = "moe_mk, Triton", "moe_mk, Gluon", ("vLLM, Triton", "DeepGEMM, contiguous", "DeepGEMM, masked")
 TILES = {"built-in": (OURS, GLUON), "tuned": ("moe_mk, tuned",)}
-SWITCHES = {"pdl": "programmatic dependent launch", "cg": "loads past the L1 cache"}
-DECODE = (1, 16)
 REPLAY_SECONDS = 20.0
 MORE_TO_DO = 75
 
@@ -39,46 +33,50 @@ MORE_TO_DO = 75
 Measured = tuple[int, str, list[float], float]
 
 
-class Failed(Exception):
-    """A contender failed or did not answer."""
-
-
 class Contender:
     """A process that measures one contender."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name, self.failure = name, ""
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    def __init__(self, name: str, experts: int, folder: Path) -> None:
+        self.name, self.failure, context = name, "", get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, name, experts, folder), daemon=True)
+        self.process.start()
+        theirs.close()
 
-    def ask(self, seconds: float, **command: Any) -> dict[str, Any]:
-        """One command and its answer. Raises Failed, after which the process is gone."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def ask(self, seconds: float, method: str, *given: int) -> float | None:
+        """What a method of its process returns; None, with a reason in `failure`, and then the process is gone."""
         try:
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], max(seconds, 0.0))
-            line = self.process.stdout.readline() if ready else None
-        except OSError as problem:
-            raise self._ended(f"the process ended: {problem}") from problem
-        if line is None:
-            raise self._ended(f"no answer to {command['do']} within {seconds:.0f} s")
-        if not line:
-            raise self._ended(f"the process ended with status {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        if "failed" in found:
-            raise self._ended(found["failed"])
-        return found
-
-    def _ended(self, reason: str) -> Failed:
-        self.failure = reason
-        self.process.kill()
-        self.process.wait()
-        return Failed(reason)
+            self.connection.send((method, given))
+            late = not self.connection.poll(max(seconds, 0.0))
+            found = f"no answer to {method} within {seconds:.0f} s" if late else self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            found = f"the process ended with status {self.process.exitcode}"
+        if isinstance(found, float):
+            return found
+        self.failure = found
+        self.close()
+        return None
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
+
+
+def serve(connection: Connection, name: str, experts: int, folder: Path) -> None:
+    """Call methods of a contestant in this process; a failure is a text."""
+    os.dup2(2, 1)  # what a library prints is no result
+    made = None
+    while True:
+        method, given = connection.recv()
+        try:
+            from experts_gpu_peers import Contestant
+
+            made = made or Contestant(name, experts, folder)
+            found = getattr(made, method)(*given)
+        except Exception as problem:  # a library of others may fail in any way
+            found = reason_of(problem)
+        connection.send(found)
 
 
 def compare(
@@ -92,36 +90,25 @@ def compare(
     for count in tokens:
         if time.monotonic() > until:
             return
-        errors = {}
-        for each in pair:
-            if not each.failure:
-                try:
-                    errors[each.name] = each.ask(until - time.monotonic(), do="prepare", tokens=count)["error"]
-                except Failed:
-                    continue
+        errors: dict[str, float] = {}
+        for each in (one for one in pair if not one.failure):
+            if (error := each.ask(until - time.monotonic(), "prepare", count)) is not None:
+                errors[each.name] = error
         there = {each.name: each for each in pair if each.name in errors}
 
         def once(name: str, there: dict[str, Contender] = there) -> float | None:
-            try:
-                return float(there[name].ask(min(REPLAY_SECONDS, until - time.monotonic()), do="replay")["us"])
-            except Failed:
-                return None
+            return there[name].ask(min(REPLAY_SECONDS, until - time.monotonic()), "replay")
 
         if len(there) == len(pair) or not together:
             taken = in_turns(list(there), rounds, once)
             yield from ((count, name, times, errors[name]) for name, times in taken.items())
 
 
-def command_of(name: str, experts: int, folder: Path) -> list[str]:
-    chosen = ["--contender", name, "--experts", str(experts), "--folder", str(folder)]
-    return [sys.executable, str(HERE / "experts_gpu_peers.py"), *chosen]
-
-
 def measured_pair(
     names: Sequence[str], given: argparse.Namespace, experts: int, tokens: Sequence[int], seconds: float, **how: bool
 ) -> Iterator[Measured]:
     """What `compare` finds of two processes, which end with it; the reason of one that failed is a result."""
-    pair = [Contender(name, command_of(name, experts, given.folder)) for name in names]
+    pair = [Contender(name, experts, given.folder) for name in names]
     try:
         yield from compare(pair, tokens, given.rounds, seconds, **how)
     finally:
@@ -160,31 +147,17 @@ def against_peers(given: argparse.Namespace) -> int:
     return 0
 
 
-def against_itself(given: argparse.Namespace) -> int:
-    """The Gluon kernels with and without a switch, in decode with all experts."""
-    case, without = Case(256), f"without {given.switch}"
-    found = measured_pair((GLUON, without), given, 256, DECODE, given.seconds)
-    medians = {(count, name): summary(times)["median_us"] for count, name, times, _ in found}
-    for count in DECODE:
-        if (count, GLUON) in medians and (count, without) in medians:
-            line = {"kind": "switch", "switch": SWITCHES[given.switch], "case": case.name(count)}
-            on, off = medians[count, GLUON], medians[count, without]
-            write(given.results, line | {"on_us": on, "off_us": off})
-    return 0 if medians else 1
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=256, choices=[256, 32, 8])
     parser.add_argument("--tiles", choices=list(TILES), help="measure this project's experts alone, with these tiles")
     parser.add_argument("--folder", type=Path, default=Path("configs/tuned"), help="of tuned tiles")
-    parser.add_argument("--switch", choices=list(SWITCHES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--ceilings", type=Path)
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    return (against_itself if given.switch else against_limits if given.tiles else against_peers)(given)
+    return (against_limits if given.tiles else against_peers)(given)
 
 
 if __name__ == "__main__":

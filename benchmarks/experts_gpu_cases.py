@@ -97,23 +97,18 @@ class Case:
 
 
 def exact(weights: ExpertWeights, tokens: RowTokens, rows: int = EXACT_ROWS) -> Tensor:
-    """The result of the first rows in f64, from the quantised weights and tokens: (rows, H). Nothing is rounded."""
+    """The result of the first rows in f64, from the quantised weights and tokens in f32: (rows, H)."""
     x = tokens.x_RH[:rows].dequantize(torch.float32).double()
     y = torch.zeros((len(x), weights.w2.shape[1]), dtype=torch.float64, device=x.device)
     for row, ids in enumerate(tokens.ids_RK[:rows].tolist()):
         for k, slot in enumerate(ids):
             if slot < 0:
                 continue
-            gate, up = (_matrix(weights.w13, slot) @ x[row]).chunk(2)
-            hidden = torch.nn.functional.silu(gate) * up
-            y[row] += float(tokens.weights_RK[row, k]) * (_matrix(weights.w2, slot) @ hidden)
+            own = weights.slot(slot)
+            gate, up, down = (q.dequantize(torch.float32).double() for q in (own.gate_IH, own.up_IH, own.down_HI))
+            hidden = torch.nn.functional.silu(gate @ x[row]) * (up @ x[row])
+            y[row] += float(tokens.weights_RK[row, k]) * (down @ hidden)
     return y
-
-
-def _matrix(stack: QuantTensor, slot: int) -> Tensor:
-    assert stack.scales is not None
-    scales = stack.scales[slot].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return stack.values[slot].to(torch.float32).double() * scales
 
 
 @cache

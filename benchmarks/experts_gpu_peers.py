@@ -1,30 +1,24 @@
-"""FP8 experts of this project and of others as contenders, and the process that runs one of them for experts_gpu.py.
+"""FP8 experts of this project and of others as contenders, each in a process of experts_gpu.py.
 
-    python benchmarks/experts_gpu_peers.py --contender "vLLM, Triton" --experts 32
-
-A contender is built from weights and tokens; it raises where it cannot take part. The process reads one JSON command a
-line from its input and answers each with one line: {"do": "prepare", "tokens": M}, {"do": "replay"}, {"do": "stop"}.
-Whatever a library prints goes to the standard error output. No library of others is a dependency or part of this tree.
+A contender is built from weights and tokens; it raises where it cannot take part. No library of others is a dependency
+or part of this tree.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from experts_gpu_cases import Case, captured, exact, reason_of, relative_error, replayed
+from experts_gpu_cases import Case, captured, exact, relative_error, replayed
 from torch import Tensor
 
 from moe_mk.config.tuned import Case as TunedCase
@@ -305,53 +299,25 @@ def measured(folder: Path, weights: ExpertWeights, tokens: RowTokens) -> Call:
     return ours(case, weights, load_tuned(profile_here(torch.device("cuda")).name, known, folder))[1](tokens)
 
 
-def without_pdl() -> None:
-    """Every kernel of this process starts after the previous one has ended."""
-    import moe_mk.kernels.triton.topk  # noqa: F401
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("moe_mk.kernels.triton.") and hasattr(module, "chained"):
-            module.chained = dict  # type: ignore[attr-defined]
-
-
-def without_cg() -> None:
-    """Tiles are read through the L1 cache; in a replayed graph they may be those of the replay before."""
-    from moe_mk_contrib.gluon import gluon_gemms, gluon_parts
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    @gluon.jit
-    def from_l1(pointer):  # type: ignore[no-untyped-def]
-        return gl.load(pointer)
-
-    gluon_parts.from_l2 = gluon_gemms.from_l2 = from_l1
-
-
 OURS, GLUON_NAME = "moe_mk, Triton", "moe_mk, Gluon"
-SWITCHES: Mapping[str, Callable[[], None]] = {"pdl": without_pdl, "cg": without_cg}
 PEERS: Mapping[str, Callable[[ExpertWeights, RowTokens], Call]] = {
     "vLLM, Triton": vllm_triton,
     "DeepGEMM, contiguous": deep_gemm_contiguous,
     "DeepGEMM, masked": deep_gemm_masked,
 }
-CONTENDERS: dict[str, Callable[[ExpertWeights, RowTokens], Call]] = {
-    OURS: built_in(BUILT_IN), GLUON_NAME: built_in(GLUON), "moe_mk, tuned": partial(measured, Path("configs/tuned")),
-    **PEERS, **{f"without {name}": built_in(GLUON) for name in SWITCHES},
-}  # fmt: skip
 
 
 class Contestant:
-    """One contender on one layer, as its process serves it."""
+    """One contender on one layer. folder: of tuned tiles."""
 
-    def __init__(self, name: str, experts: int) -> None:
-        if name.startswith("without "):
-            SWITCHES[name.removeprefix("without ")]()
-        self.build, self.case, self.device = CONTENDERS[name], Case(experts), torch.device("cuda")
+    def __init__(self, name: str, experts: int, folder: Path) -> None:
+        own = {OURS: built_in(BUILT_IN), GLUON_NAME: built_in(GLUON), "moe_mk, tuned": partial(measured, folder)}
+        self.build, self.case, self.device = (own | PEERS)[name], Case(experts), torch.device("cuda")
         self.weights = self.case.weights(self.device)
         self.graph: Callable[[], None] | None = None
         self.sets = 0
 
-    def prepare(self, tokens: int) -> dict[str, Any]:
+    def prepare(self, tokens: int) -> float:
         """Build the calls for a number of tokens; returns the error against f64."""
         self.graph = None
         torch.cuda.empty_cache()
@@ -360,41 +326,9 @@ class Contestant:
         got, expected = calls[0](), exact(self.weights, sets[0])
         got = getattr(calls[0], "result", lambda: got)()
         self.graph, self.sets = captured(calls), len(sets)
-        return {"error": round(relative_error(got[: len(expected)], expected), 5)}
+        return round(relative_error(got[: len(expected)], expected), 5)
 
-    def replay(self) -> dict[str, Any]:
+    def replay(self) -> float:
+        """Microseconds of a call."""
         assert self.graph is not None
-        return {"us": replayed(self.graph, self.sets)}
-
-
-def serve(contestant: Callable[[], Any], commands: TextIO, answers: TextIO) -> None:
-    """Answer commands until "stop" or the end of the input; a failure is an answer."""
-    made = None
-    for line in commands:
-        command = json.loads(line)
-        if command["do"] == "stop":
-            return
-        try:
-            made = made or contestant()
-            found = made.prepare(command["tokens"]) if command["do"] == "prepare" else made.replay()
-        except Exception as problem:  # a library of others may fail in any way
-            found = {"failed": reason_of(problem)}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contender", required=True, choices=list(CONTENDERS))
-    parser.add_argument("--experts", type=int, required=True, choices=[256, 32, 8])
-    parser.add_argument("--folder", type=Path, default=Path("configs/tuned"), help="of tuned tiles")
-    given = parser.parse_args()
-    CONTENDERS["moe_mk, tuned"] = partial(measured, given.folder)
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        serve(lambda: Contestant(given.contender, given.experts), sys.stdin, answers)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return replayed(self.graph, self.sets)

@@ -1,10 +1,9 @@
-"""What the device sustains; a tiny call under compute-sanitizer, and launches under Nsight Compute, where they exist.
+"""What the device sustains, and a tiny call under compute-sanitizer, where it is installed.
 
     python benchmarks/gpu_tools.py ceilings --ceilings build/gpu/ceilings.json --results results.jsonl
     python benchmarks/gpu_tools.py sanitize --results results.jsonl
-    python benchmarks/gpu_tools.py profile --results results.jsonl
 
-A machine without a tool, or one that does not allow reading performance counters, is a result, not a failure.
+A machine without the tool is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -26,27 +25,26 @@ from moe_mk.external.library import installed_version
 GIB, SIDE = 2**30, 8192
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm")
 
-FOLDERS = (Path("/usr/local/cuda/bin"), Path("/opt/nvidia/nsight-compute"))
-SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats")
-PROFILES = {"decode w13": ("16", "0"), "prefill w2": ("8192", "1")}
-"""Tokens, and launches of the Gluon kernel to skip: the first one is w13."""
+TOOL, FOLDER = "compute-sanitizer", Path("/usr/local/cuda/bin")
 TEXT = 6000
-"""Characters of a tool's output that are kept."""
+"""Characters of its output that are kept."""
 
 
-def found(tool: str) -> str | None:
-    """A tool of the CUDA toolkit on this machine."""
-    return shutil.which(tool) or next((str(path) for folder in FOLDERS for path in folder.rglob(tool)), None)
-
-
-def run(name: str, command: list[str], seconds: float) -> dict[str, str]:
-    """A tool's result: "clean", or how it failed, and the end of what it printed."""
+def sanitized(seconds: float) -> dict[str, str]:
+    """How `tiny` ends under the sanitizer: "clean", or how it failed, and the end of what was printed."""
+    line = {"kind": "tool", "tool": TOOL, "text": ""}
+    tool = shutil.which(TOOL) or shutil.which(FOLDER / TOOL)
+    if tool is None:
+        return line | {"status": "is not installed"}
+    this = [sys.executable, str(Path(__file__).resolve()), "tiny"]
+    subprocess.run(this, check=True, timeout=30)  # compiles without the tool
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *this]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"kind": "tool", "tool": name, "status": f"did not end within {seconds:.0f} s", "text": ""}
+        return line | {"status": f"did not end within {seconds:.0f} s"}
     status = "clean" if done.returncode == 0 else f"exit status {done.returncode}"
-    return {"kind": "tool", "tool": name, "status": status, "text": (done.stdout + done.stderr)[-TEXT:].strip()}
+    return line | {"status": status, "text": (done.stdout + done.stderr)[-TEXT:].strip()}
 
 
 def ceilings(file: Path, results: Path | None) -> None:
@@ -96,48 +94,20 @@ def tiny() -> None:
     torch.cuda.synchronize()
 
 
-def decode(tokens: int) -> None:
-    """One call of the Gluon kernels, without a graph."""
-    import torch
-    from experts_gpu_cases import Case
-    from experts_gpu_peers import GLUON, ours
-
-    from moe_mk.config.tuned import Tuned
-
-    case, device = Case(32), torch.device("cuda")
-    _, call_of = ours(case, case.weights(device), Tuned((), GLUON))
-    call_of(case.tokens(tokens, device, sets=1)[0])()
-    torch.cuda.synchronize()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["ceilings", "sanitize", "profile", "tiny", "decode"])
+    parser.add_argument("what", choices=["ceilings", "sanitize", "tiny"])
     parser.add_argument("--ceilings", type=Path, default=Path("build/gpu/ceilings.json"))
-    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    once = {"tiny": tiny, "decode": partial(decode, given.tokens)}
-    once["ceilings"] = partial(ceilings, given.ceilings, given.results)
-    if given.what in once:
-        once[given.what]()
-        return 0
-    this = [sys.executable, str(Path(__file__).resolve())]
-    name = "compute-sanitizer" if given.what == "sanitize" else "ncu"
-    tool = found(name)
-    if tool is None:
-        write(given.results, {"kind": "tool", "tool": name, "status": "is not installed", "text": ""})
-        return 0
-    if given.what == "sanitize":
-        subprocess.run([*this, "tiny"], check=True, timeout=30)  # compiles without the tool
-        line = run(name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *this, "tiny"], 45.0)
+    if given.what == "ceilings":
+        ceilings(given.ceilings, given.results)
+    elif given.what == "tiny":
+        tiny()
+    else:
+        line = sanitized(45.0)
         write(given.results, line)
         return int(line["status"] == "exit status 9")
-    sections = [word for section in SECTIONS for word in ("--section", section)]
-    for what, (tokens, skipped) in PROFILES.items():
-        chosen = ["--kernel-name", "regex:_by_hand", "--launch-skip", skipped, "--launch-count", "1"]
-        command = [tool, *sections, *chosen, *this, "decode", "--tokens", tokens]
-        write(given.results, run(f"ncu, {what}", command, 40.0))
     return 0
 
 

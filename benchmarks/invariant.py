@@ -10,19 +10,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import parser_of, with_output
-from small_layers import (
-    RANKS,
-    Size,
-    Times,
-    batch,
-    layer_of,
-    medians_ms,
-    native_experts,
-    ratio,
-    timed,
-    write_rows,
-)  # fmt: skip
+from common import Times, medians_ms, parser_of, ratio, with_output
+from small_layers import RANKS, Size, batch, layer_of, native_experts, timed, write_rows
 
 from moe_mk.lab.testing.on_ranks import RankWorld
 
@@ -34,7 +23,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256], help="of each rank")
     options = with_output(parser).parse_args()
     experts, rows = native_experts(), []
-    print(f"{'ranks':<18}{'tokens':>8}{'plain ms':>10}{'invariant':>11}{'ratio':>7}{'bytes':>7}")
     with RankWorld(RANKS) as world:
         for transport in ("no_ep", "one_sided", "all_to_all"):
             for tokens in options.tokens:
@@ -48,9 +36,7 @@ def main() -> None:
                 sent = {way: sum(counted[way] for _, counted in per_rank) for way in WAYS}
                 more = sent["invariant"] / sent["plain"] if sent["plain"] else None
                 rows.append({"transport": transport, "tokens": tokens, "ms": ms, "ratio": slower, "bytes": more})
-                shown = "" if more is None else f"{more:.2f}"
-                where = "1" if transport == "no_ep" else f"{RANKS}, {transport}"
-                print(f"{where:<18}{tokens:>8}{ms['plain']:>10.3f}{ms['invariant']:>11.3f}{slower:>7.2f}{shown:>7}")
+                print(rows[-1], flush=True)
     write_rows(options, experts, "ratio: median of invariant over plain; bytes: the same", rows)
 
 

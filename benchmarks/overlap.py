@@ -9,6 +9,7 @@ the time on the way in which experts computed, the median of rank 0's rounds. No
 a core that carries does not multiply, and there is only waiting to gain.
 """
 
+import json
 from collections import defaultdict
 from dataclasses import fields
 from functools import partial
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser_of, with_output
-from small_layers import RANKS, Size, batch, layer_of, medians_ms, native_experts, timed, write_rows
+from common import medians_ms, parser_of, with_output
+from small_layers import RANKS, Size, batch, layer_of, native_experts, timed, write_rows
 from torch import Tensor
 
 from moe_mk.flight import wait
@@ -42,7 +43,7 @@ def main() -> None:
             for tokens in options.tokens:
                 size = Size(tokens, options.hidden, options.inter, options.experts, options.top_k, options.rounds)
                 rows.append(row(world.call(measure, size, transport, experts, timeout_s=300.0), transport, tokens))
-                print(*lines(rows[-1]), sep="\n", flush=True)
+                print(json.dumps(rows[-1]), flush=True)
     write_rows(options, experts, "ratio: whole over it", rows)
 
 
@@ -88,15 +89,6 @@ def row(ranks: list[dict[str, Any]], transport: str, tokens: int) -> dict[str, A
     shown = {name: round(time, 3) for name, time in ms.items()}
     return {"transport": transport, "tokens": tokens, "ms": shown, "ratio": ratios, "hidden": hidden,
             "overlapping_pairs": ranks[0]["pairs"]}  # fmt: skip
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    head = f"{found['transport']}, {found['tokens']} tokens a rank: whole {found['ms']['whole']:.2f} ms"
-    body = []
-    for name, ratio in found["ratio"].items():
-        share = f"{found['hidden'][name]:7.0%} hidden" if name in found["hidden"] else ""
-        body.append(f"  {name:<9} {found['ms'][name]:9.2f} ms  {ratio:5.2f}x {share}")
-    return [head, *body]
 
 
 if __name__ == "__main__":

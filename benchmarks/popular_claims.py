@@ -10,36 +10,37 @@ mostly GPUs: nothing is asserted, and a ratio far from what is reported states o
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import about, parser_of, with_output, write
-from small_layers import (
-    RANKS,
-    Size,
-    Times,
-    batch,
-    experts_of,
-    layer_of,
-    loop,
-    medians_ms,
-    mlp,
-    native_experts,
-    tensors,
-    timed,
-)
+from common import Times, about, medians_ms, parser_of, slowest, with_output, write
+from small_layers import RANKS, Size, batch, experts_of, layer_of, loop, mlp, native_experts, tensors, timed
 from torch import Tensor
 from transports import measure
-from transports import medians_ms as medians_of
 
 from moe_mk import MoEConfig, MoELayer
 from moe_mk.lab.testing.on_ranks import RankWorld
 from moe_mk.placement.eplb import Topology, plan
 
+Found = dict[str, Any]
+"""What one rank measured "before" and "after": Times, or bytes; nothing of a rank that was idle."""
 
+
+def alone(claim: Callable[[Size, str], Times]) -> Callable[[int, Size, str], Times]:
+    """A measurement by rank 0 while the others are idle, with one thread."""
+
+    @wraps(claim)
+    @torch.no_grad()
+    def on_first(rank: int, size: Size, backend: str) -> Times:
+        return claim(size, backend) if rank == 0 else {}
+
+    return on_first
+
+
+@alone
 def experts(size: Size, backend: str) -> Times:
     """A loop over experts that picks the rows of each, as reference models do, and one call of an experts backend."""
     layer, given, weights = _routed(size, backend)
@@ -47,6 +48,7 @@ def experts(size: Size, backend: str) -> Times:
     return timed(ways, size.rounds, once=True)
 
 
+@alone
 def reorder(size: Size, backend: str) -> Times:
     """The same products with rows picked expert by expert, and with rows sorted by expert once."""
     _, given, weights = _routed(size, backend)
@@ -61,6 +63,7 @@ def _routed(size: Size, backend: str) -> tuple[MoELayer, tuple[Tensor, Tensor, T
     return layer, (x_TH, routing.weights_TK, routing.ids_TK), experts_of(tensors(size), size)
 
 
+@alone
 def router(size: Size, backend: str) -> Times:
     """Gate and choice of experts op by op in torch, and in one native call."""
     by_torch, fused = (layer_of(size, experts=backend, fused_router=fused) for fused in (False, True))
@@ -68,11 +71,22 @@ def router(size: Size, backend: str) -> Times:
     return timed({"before": partial(by_torch.route, x_TH), "after": partial(fused.route, x_TH)}, size.rounds, once=True)
 
 
-def held(size: Size, backend: str, weights: str) -> int:
-    """Bytes of the experts as the decision of a layer has them."""
+def held(rank: int, size: Size, backend: str) -> Found:
+    """Bytes of a layer's experts as bf16, and as FP8 with scales of 128 x 128 blocks, as decisions have them."""
     model = {"hidden_size": size.hidden, "moe_intermediate_size": size.inter, "num_experts": size.experts}
-    data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
-    return MoELayer(MoEConfig.parse(data, "benchmark").with_(experts=backend)).explain().weights_bytes
+    found = {}
+    for way, weights in (("before", "bf16"), ("after", "fp8_block")):
+        data = {"model": {**model, "quant": {"weights": weights}}, "router": {"top_k": size.top_k}}
+        layer = MoELayer(MoEConfig.parse(data, "benchmark").with_(experts=backend))
+        found[way] = [layer.explain().weights_bytes]
+    return found
+
+
+def exchange(rank: int, size: Size, backend: str) -> Found:
+    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
+    ways = {"all_to_all": "before", "one_sided": "after"}
+    seconds = measure(rank, size.tokens, size.hidden, size.experts, size.top_k, size.rounds, tuple(ways))
+    return {ways[name]: times for name, times in seconds.items()}
 
 
 @torch.no_grad()
@@ -127,73 +141,42 @@ class Claim:
     """The same as before / after, from and to."""
     how: str
     size: Size
-    run: Callable[[Size, RankWorld, str], dict[str, float]]
-    """Milliseconds, or bytes, of "before" and "after"."""
+    run: Callable[[int, Size, str], Found]
+    """The measurement of one rank."""
     unit: str = "ms"
-
-
-def alone(claim: Callable[[Size, str], Times]) -> Callable[[Size, RankWorld, str], dict[str, float]]:
-    """A measurement in this process, with one thread."""
-
-    def run(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-        return medians_ms([world.call(on_first, claim.__name__, size, backend, timeout_s=300.0)[0]])
-
-    return run
-
-
-def on_first(rank: int, name: str, size: Size, backend: str) -> Times:
-    """Measure on rank 0 while the others are idle."""
-    with torch.no_grad():
-        return globals()[name](size, backend) if rank == 0 else {}
-
-
-def _bytes(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-    """A layer's experts as bf16, and as FP8 with scales of 128 x 128 blocks. No time is taken."""
-    del world
-    return {way: float(held(size, backend, weights)) for way, weights in (("before", "bf16"), ("after", "fp8_block"))}
-
-
-def _exchange(size: Size, world: RankWorld, backend: str) -> dict[str, float]:
-    """Tokens out and sums back over gloo, and through shared memory; without experts in between."""
-    del backend
-    ways = {"before": "all_to_all", "after": "one_sided"}
-    sizes = (size.tokens, size.hidden, size.experts, size.top_k, size.rounds, tuple(ways.values()))
-    ms = medians_of(world.call(measure, *sizes, timeout_s=300.0))
-    return {way: ms[name] for way, name in ways.items()}
 
 
 CLAIMS = (
     Claim(
         "experts in one kernel", "2x compute", (2.0, 2.0),
         "a loop over experts in torch / one call of the experts backend, bf16, one core",
-        Size(64, 1024, 512, 32, 4, 15), alone(experts),
+        Size(64, 1024, 512, 32, 4, 15), experts,
     ),
     Claim(
         "a better all-to-all", "3-5x all-to-all", (3.0, 5.0),
         "dispatch and combine over gloo (all_to_all) / through shared memory (one_sided), two processes",
-        Size(128, 2048, 64, 16, 4, 25), _exchange,
+        Size(128, 2048, 64, 16, 4, 25), exchange,
     ),
     Claim(
         "a fused router", "-50 % routing time", (2.0, 2.0),
         "gate and selection op by op in torch / in one native call, one core",
-        Size(8, 1024, 32, 128, 8, 41), alone(router),
+        Size(8, 1024, 32, 128, 8, 41), router,
     ),
     Claim(
         "smaller weights", "-30 % memory", (1.0 / 0.7, 1.0 / 0.7),
         "bytes of a layer's experts in bf16 / in FP8 with a scale for every 128 x 128",
-        Size(1, 7168, 2048, 256, 8, 1), _bytes, "bytes",
+        Size(1, 7168, 2048, 256, 8, 1), held, "bytes",
     ),
     Claim(
         "reordered tokens", "15-30 % faster", (1.15, 1.3),
         "rows gathered expert by expert / sorted by expert once, the same products in torch, one core",
-        Size(256, 1024, 128, 64, 4, 15), alone(reorder),
+        Size(256, 1024, 128, 64, 4, 15), reorder,
     ),
     Claim(
         "balanced experts (EPLB)", "20-30 % faster", (1.2, 1.3),
         "a layer with adjacent popular experts in linear placement / placed by EPLB with one replica per rank, "
         "two processes",
-        Size(512, 1024, 512, 16, 4, 15),
-        lambda size, world, backend: medians_ms(world.call(balance, size, backend, timeout_s=300.0)),
+        Size(512, 1024, 512, 16, 4, 15), balance,
     ),
 )  # fmt: skip
 
@@ -209,13 +192,13 @@ def measured(claims: tuple[Claim, ...], world: RankWorld, backend: str) -> list[
     """Measure and print each claim as it comes: what is reported, and the ratio here."""
     rows = []
     for claim in claims:
-        got = claim.run(claim.size, world, backend)
+        per_rank = list(filter(None, world.call(claim.run, claim.size, backend, timeout_s=300.0)))
+        in_bytes = {way: float(slowest(per_rank, way)[0]) for way in per_rank[0]} if claim.unit == "bytes" else None
+        got = in_bytes or medians_ms(per_rank)
         ratio = got["before"] / got["after"]
-        shown = {way: round(value, 4) for way, value in got.items()}
         reported = {"reported": claim.reported, "reported_ratio": [round(r, 2) for r in claim.reported_ratio]}
-        facts = {"name": claim.name, **reported}
-        rows.append({**facts, "how": claim.how, "size": asdict(claim.size), "unit": claim.unit, **shown,
-                     "ratio": round(ratio, 3)})  # fmt: skip
+        rows.append({"name": claim.name, **reported, "how": claim.how, "size": asdict(claim.size), "unit": claim.unit,
+                     **got, "ratio": round(ratio, 3)})  # fmt: skip
         print(f"{claim.name:<24} reported {claim.reported:<19} here {ratio:6.2f}x   {claim.how}", flush=True)
     return rows
 

@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 from common import command, parser_of, processor, versions, write
-from experts_cpu_candidates import INTEGERS, Stored, ours, packed, rounding_of
+from experts_cpu_candidates import Weights, kind_of, mode_of, ours
 from experts_cpu_clock import Yardsticks, clocked, settle
-from experts_cpu_peers import Batch, Weights
+from experts_cpu_peers import Batch
 
-from moe_mk.kernels.native.experts_mode import ExpertsMode, Rounding
+from moe_mk.kernels.native.experts_mode import Rounding
 from moe_mk.kernels.native.instruction_set import choice, described
-from moe_mk.kernels.native.layout import Format
 from moe_mk.kernels.native.library import Isa, Native
-from moe_mk.kernels.native.packed import PackedMatrix
 from moe_mk.kernels.native.selfcheck import load
 from moe_mk.lab.cli.outputs import output_file
 from tools.results import cells_table, chosen_well
@@ -47,8 +45,6 @@ LARGEST_ERROR = {Rounding.NONE: 0.01, Rounding.INT8: 0.03, Rounding.INT8_PARTS: 
 """L2, against f32: tokens and activations in bf16, or rounded to INT8."""
 PEAK_ITERATIONS = 200_000
 
-Pair = tuple[PackedMatrix, PackedMatrix]
-
 
 def batch_of(rows: int, hidden: int, experts: int) -> Batch:
     """Tokens of which every expert gets `rows`: the first TOP_K experts for many rows, all of them for few."""
@@ -59,25 +55,16 @@ def batch_of(rows: int, hidden: int, experts: int) -> Batch:
     return torch.randn(tokens, hidden, dtype=torch.float32).bfloat16(), ids.to(torch.int32), weights
 
 
-def weights_of(native: Native, layer: Weights, quant: str, threads: int) -> tuple[Pair, Any]:
-    """Packed weights of a format, and the function that computes with them in f32."""
-    if quant in ("bf16", "fp8"):
-        return packed(native, layer, Format[quant.upper()], threads), layer.reference
-    stored = Stored(native, layer, quant[:-5] if quant.endswith(INTEGERS) else quant)
-    return (stored.w13, stored.w2), stored.reference
-
-
 def one_format(native: Native, layer: Weights, quant: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the cells of a format. Raises AssertionError for a result that is wrong."""
-    weights, reference = weights_of(native, layer, quant, options.threads)
+    stored, mode = layer.stored_as(kind_of(quant)), mode_of(quant)
+    weights = stored.packed(native)
     limits = Yardsticks(native, weights, options.threads)
-    mode = ExpertsMode(quantize=rounding_of(quant, quant[:-5] if quant.endswith(INTEGERS) else quant))
-    format = weights[0].layout.format
-    chosen = choice(native, format, mode.quantize)
+    chosen = choice(native, weights[0].layout.format, mode.quantize)
     calls = {isa: ours(native, weights, options.threads, mode, isa) for isa in native.isas if isa is not Isa.SCALAR}
     few, want = batch_of(4, options.hidden, options.experts), None
     for isa, call in calls.items():
-        want = reference(*few) if want is None else want
+        want = stored.reference(*few) if want is None else want
         error = float((call(*few).float() - want).norm() / want.norm())
         assert error < LARGEST_ERROR[mode.quantize], f"{quant} by {isa.name}: relative error {error:.1e}"
     share = options.minutes * 60 / (len(options.quant) * len(options.rows)) * 0.75  # the rest is quantising and packing
@@ -135,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     native = load(progress=print)
-    layer = Weights(options.experts, options.hidden, options.inter)
+    layer = Weights.random(options.experts, options.hidden, options.inter)
     cells = []
     for quant in options.quant:
         for cell in one_format(native, layer, quant, options):

@@ -22,21 +22,21 @@ Steps that need more experts than fit are not run on it. The outputs of both are
 
 import argparse
 import ctypes
+import math
 import mmap
 import os
 import resource
-import statistics
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from common import about, parser_of, with_output, write
 from torch import Tensor
@@ -46,7 +46,6 @@ from moe_mk.experts.cpu_native import experts as experts_of_cpu
 from moe_mk.experts.cpu_native.paged import NativeCache, PagedExperts, RecordMemory
 from moe_mk.experts.paged import memory_of
 from moe_mk.experts.residency import POLICIES, READERS
-from moe_mk.kernels.native.experts_mode import ExpertsMode
 from moe_mk.kernels.native.library import Native
 from moe_mk.kernels.native.packed import on_huge_pages
 from moe_mk.kernels.native.prepared import ExpertsCall
@@ -92,13 +91,11 @@ def layer_of(options: argparse.Namespace, experts: int, top_k: int, residency: d
 
 def weights_of(options: argparse.Namespace, experts: int) -> LayerWeights:
     """Random experts. Their values are windows of one pool of twice the size of an expert: no second copy in memory."""
-    draw = torch.Generator(CPU).manual_seed(0)
-    hidden, inter = options.hidden, options.inter
+    draw, hidden, inter = torch.Generator(CPU).manual_seed(0), options.hidden, options.inter
     size = 3 * hidden * inter
-    pool = torch.empty(2 * size, dtype=torch.float8_e4m3fn, device=CPU)
-    for part in pool.split(1 << 22):
-        part.copy_((torch.randn(len(part), generator=draw, device=CPU) * 60).clamp_(-448, 448))
-    scales = torch.rand(3 * hidden * inter // BLOCK**2 * 2, generator=draw, device=CPU) * 1e-4 + 1e-4
+    codes = torch.randint(256, (2 * size,), dtype=torch.uint8, generator=draw, device=CPU)
+    pool = (codes & 0xBF).view(torch.float8_e4m3fn)  # none is NaN, or larger than 2
+    scales = torch.rand(2 * size // BLOCK**2, generator=draw, device=CPU) * 0.01 + 0.01
 
     def slot(expert: int) -> SlotWeights:
         start, found = expert * (size // experts) // 64 * 64, []
@@ -117,7 +114,7 @@ def weights_of(options: argparse.Namespace, experts: int) -> LayerWeights:
     )
 
 
-class Mapping:
+class MappedRecords:
     """All records as a mapping of the store's file, of which the page cache holds the most recently used."""
 
     def __init__(self, cache: NativeCache, num_bytes: int) -> None:
@@ -178,46 +175,19 @@ class Disk:
         return time.perf_counter() - began
 
 
-class Call(NamedTuple):
-    """The arguments of `forward_routed`."""
-
-    x_TH: Tensor
-    weights_TK: Tensor
-    ids_TK: Tensor
+Call = tuple[Tensor, Tensor, Tensor]
+"""Tokens, weights and ids, as of `forward_routed`."""
+WAYS = ("forward", "compute", "read", "mapped")
 
 
-@dataclass
-class Timed:
-    """Seconds of the measured steps, the least of their rounds. None where a step was not run."""
-
-    steps: list[dict[str, float | None]] = field(default_factory=list)
-    missed: list[int] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
-
-    def add(self, times: dict[str, list[float]], missed: int, used: int) -> None:
-        self.steps.append({name: min(each, default=None) for name, each in times.items()})
-        self.missed.append(missed)
-        self.used.append(used)
-
-    def summary(self) -> dict[str, Any]:
-        """Means a step, and ratios over the steps that read something and have both sides."""
-        found: dict[str, Any] = {"steps": len(self.steps), "experts": statistics.mean(self.used)}
-        found["reads"] = statistics.mean(self.missed)
-        for name in ("forward", "compute", "read", "mapped"):
-            seen = [each[name] for each in self.steps if each[name] is not None]
-            found[f"{name}_ms"] = 1e3 * statistics.mean(seen) if seen else None
-        reading = [each for each, missed in zip(self.steps, self.missed, strict=True) if missed]
-        whole = [(s["forward"], s["compute"], s["read"]) for s in reading if s["compute"] is not None]
-        both = [(s["forward"], s["mapped"]) for s in reading if s["mapped"] is not None]
-        found["over_bound"] = _ratio((f, max(c, r)) for f, c, r in whole)
-        found["mapped_over_forward"] = _ratio((m, f) for f, m in both)
-        return found
-
-
-def _ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """The sum of the first over that of the second; None of nothing."""
-    sums = [sum(each) for each in zip(*pairs, strict=True)]
-    return sums[0] / sums[1] if sums else None
+def summary(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Means a step, and a ratio over the steps that read something; a time of a step that was not run is NaN."""
+    of = {name: np.array([step[name] for step in steps]) for name in ("experts", "reads", *WAYS)}
+    both = (of["reads"] > 0) & ~np.isnan(of["mapped"])
+    means = {f"{way}_ms": round(1e3 * np.nanmean(of[way]), 3) if np.isfinite(of[way]).any() else None for way in WAYS}
+    ratio = round(of["mapped"][both].sum() / of["forward"][both].sum(), 3) if both.any() else None
+    counts = {name: round(of[name].mean(), 2) for name in ("experts", "reads")}
+    return {"steps": len(steps), **counts, **means, "mapped_over_forward": ratio}
 
 
 class Bench:
@@ -243,21 +213,22 @@ class Bench:
         self.paged, self.cache = paged, paged.cache
         self.slots, self.each = slots, self.cache.layout.num_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        self.native: Native = self.layer.kernel.experts.native
         self.disk = Disk(self.cache.store, self.cache, self.native)
         self.draw = torch.Generator(CPU).manual_seed(1)
         self.differences = self.compared = 0
         self.cache.store._verified[:] = b"\1" * self.experts  # as in a process that has read all of them before
 
-    def run(self, ids: list[Tensor]) -> Timed:
-        """Every step in turn, from empty slots; returns what the second half took."""
-        cache, timed = self.cache, Timed()
+    def run(self, ids: list[Tensor]) -> list[dict[str, float]]:
+        """Every step in turn, from empty slots; returns experts, reads and the least seconds of the second half."""
+        cache, steps = self.cache, list[dict[str, float]]()
         cache.clear()
         cache.policy = POLICIES[POLICY](self.experts)
-        mapping = Mapping(cache, self.slots * self.each)
+        mapping = MappedRecords(cache, self.slots * self.each)
         for number, ids_TK in enumerate(ids):
             x_TH = torch.randn(len(ids_TK), self.options.hidden, generator=self.draw, device=CPU).bfloat16()
             weights_TK = torch.rand(ids_TK.shape, generator=self.draw, device=CPU) + 0.5
-            call, experts = Call(x_TH, weights_TK, ids_TK), torch.unique(ids_TK).tolist()
+            call, experts = (x_TH, weights_TK, ids_TK), torch.unique(ids_TK).tolist()
             missing, before = [e for e in experts if e not in cache.slot_of], cache.reads
             forward, y_TH = self._forward(call)
             missed = cache.reads - before
@@ -265,7 +236,7 @@ class Bench:
             not_mapped = mapping.make_room(experts)
             if number < len(ids) // 2:
                 continue
-            times: dict[str, list[float]] = {"forward": [forward], "compute": [], "read": [], "mapped": []}
+            times: dict[str, list[float]] = {way: [] for way in WAYS} | {"forward": [forward]}
             fits = set(experts) <= set(cache.slot_of)
             for again in range(self.options.rounds if fits else 1):
                 with self._unseen():
@@ -281,18 +252,20 @@ class Bench:
                     times["mapped"].append(took)
                     self.compared += 1
                     self.differences += not torch.equal(y_TH, expected_TH)
-            timed.add(times, missed, len(experts))
-        return timed
+            least = {way: min(each, default=math.nan) for way, each in times.items()}
+            steps.append({"experts": len(experts), "reads": missed, **least})
+        return steps
 
     def _forward(self, call: Call) -> tuple[float, Tensor]:
         began = time.perf_counter()
         y_TH = self.layer.forward_routed(*call)
         return time.perf_counter() - began, y_TH
 
-    def _mapped(self, call: Call, mapping: Mapping) -> tuple[float, Tensor]:
-        experts = ExpertsCall(self.native, *mapping.matrices, None, self.mode)
+    def _mapped(self, call: Call, mapping: MappedRecords) -> tuple[float, Tensor]:
+        x_TH, weights_TK, ids_TK = call
+        experts = ExpertsCall(self.native, *mapping.matrices, None, next(iter(self.paged.calls))[0])
         began = time.perf_counter()
-        y_TH = experts(call.x_TH, None, call.ids_TK, call.weights_TK, None, torch.get_num_threads())
+        y_TH = experts(x_TH, None, ids_TK, weights_TK, None, torch.get_num_threads())
         return time.perf_counter() - began, y_TH
 
     @contextmanager
@@ -303,14 +276,6 @@ class Bench:
         cache.policy = POLICIES["lru"](self.experts)
         yield
         cache.policy, cache.uses, cache.hits, cache.reads = kept
-
-    @property
-    def native(self) -> Native:
-        return self.layer.kernel.experts.native
-
-    @property
-    def mode(self) -> ExpertsMode:
-        return next(iter(self.paged.calls))[0]
 
 
 def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -326,30 +291,22 @@ def larger_than_memory(options: argparse.Namespace) -> dict[str, Any]:
         f"slots; loaded in {bench.loaded_s:.0f} s",
         flush=True,
     )
-    print(*COLUMNS)
     for tokens in options.tokens:
         ids = list(ids_RK.split(tokens))[: 2 * max(options.steps // tokens, LEAST_STEPS)]
         ids = [each for each in ids if len(each) == tokens]
         steps: list[Step] = [[tuple(torch.unique(each).tolist())] for each in ids]
         recorded, machine = Recorded(steps, bench.experts, bench.top_k), Machine(bench.each, disk=1e9, memory=2e10)
-        found = {"tokens": tokens, "policy": POLICY, **bench.run(ids).summary()}
+        found = {"tokens": tokens, "policy": POLICY, **summary(bench.run(ids))}
         for name, policy in (("simulated_reads", POLICY), ("belady_reads", "belady")):
             simulated = simulate(recorded, machine, bench.slots, policy)
             found[name] = simulated.reads / len(simulated.seconds)
         facts["steps"].append(found)
-        shown = [f"{found[name]:.2f}" if isinstance(found[name], float) else str(found[name]) for name in COLUMNS]
-        print(*(f"{cell:>{len(name)}}" for name, cell in zip(COLUMNS, shown, strict=True)), flush=True)
+        print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     facts |= {"data_bytes": _data_bytes(), "peak_rss_bytes": peak * 1024, "compared_with_mapping": bench.compared}
     facts["differences_from_mapping"] = bench.differences
     print(f"{bench.differences} of {bench.compared} outputs differ from the mapping")
     return facts
-
-
-COLUMNS = (
-    "tokens", "policy", "experts", "reads", "simulated_reads", "belady_reads", "forward_ms", "compute_ms", "read_ms",
-    "mapped_ms", "over_bound", "mapped_over_forward",
-)  # fmt: skip
 
 
 def _data_bytes() -> int:

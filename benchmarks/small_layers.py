@@ -10,17 +10,17 @@ import argparse
 import os
 import random
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import truediv
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from common import SIZES, about, parser_of, processor, with_output, write
+from common import SIZES, Times, about, parser_of, processor, ratio, slowest, with_output, write
 from torch import Tensor
 
 from moe_mk import MoEConfig, MoELayer, ParallelGroups
@@ -82,10 +82,6 @@ def batch(size: Size, rank: int = 0) -> Tensor:
     return made.to(torch.bfloat16)
 
 
-Times = dict[str, list[tuple[float, float]]]
-"""Seconds of one call in each round: on the clock, and of the processor (all threads of the process)."""
-
-
 def timed(
     ways: Mapping[str, Callable[[], object]], rounds: int, *, together: bool = False, once: bool = False
 ) -> Times:
@@ -95,7 +91,7 @@ def timed(
     """
     calls = dict.fromkeys(ways, CALLS_TOGETHER if together and not once else 1)
     if not once:
-        first = {name: warm(call) for name, call in ways.items()}
+        first = {name: min(timeit.repeat(call, number=1, repeat=8)) for name, call in ways.items()}
         calls = calls if together else {name: max(1, int(TIMED_S / seconds)) for name, seconds in first.items()}
     found: Times = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -107,31 +103,6 @@ def timed(
                 ways[name]()
             found[name].append(((now() - start) / calls[name], (time.process_time() - used) / calls[name]))
     return {name: times[1:] for name, times in found.items()}
-
-
-def warm(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of eight calls."""
-    seconds = []
-    for _ in range(8):
-        start = now()
-        call()
-        seconds.append(now() - start)
-    return min(seconds)
-
-
-def slowest(per_rank: Sequence[Times], name: str, clock: int = 0) -> list[float]:
-    """Seconds of the slowest rank in each round."""
-    return [max(each[clock] for each in rounds) for rounds in zip(*(rank[name] for rank in per_rank), strict=True)]
-
-
-def medians_ms(per_rank: Sequence[Times]) -> dict[str, float]:
-    """Medians over rounds of the slowest rank."""
-    return {name: median(slowest(per_rank, name)) * 1e3 for name in per_rank[0]}
-
-
-def ratio(per_rank: Sequence[Times], one: str, other: str, clock: int = 0) -> float:
-    """The median over rounds of the ratio of two ways in one round, on the slowest rank."""
-    return median(map(truediv, slowest(per_rank, one, clock), slowest(per_rank, other, clock)))
 
 
 def write_rows(options: argparse.Namespace, backend: str, unit: str, rows: list[dict[str, Any]]) -> None:
@@ -322,19 +293,14 @@ def table(title: str, per_rank: list[Times], unit: str) -> dict[str, Any]:
     def row(name: str) -> dict[str, float]:
         found = {}
         for clock, what in enumerate(("clock", "processor")):
-            times = slowest(per_rank, name, clock)
-            found[f"{what}_us"] = round(median(times) * 1e6, 1)
+            times = slowest(per_rank, name)[:, clock]
+            found[f"{what}_us"] = round(float(np.median(times)) * 1e6, 1)
             found[f"{what}_ratio"] = round(ratio(per_rank, name, unit, clock), 2)
-            found[f"{what}_least_us"] = round(min(times) * 1e6, 1)
+            found[f"{what}_least_us"] = round(float(times.min()) * 1e6, 1)
         return found
 
     rows = {name: row(name) for name in per_rank[0]}
-    print(f"\n{title}; ratios to: {unit}\n  {'':<54}{'clock':>12}{'ratio':>7}{'processor':>13}{'ratio':>7}")
-    for name, of in rows.items():
-        print(
-            f"  {name:<54}{of['clock_us']:>9.1f} us{of['clock_ratio']:>7.2f}"
-            f"{of['processor_us']:>10.1f} us{of['processor_ratio']:>7.2f}"
-        )
+    print(f"\n{title}; ratios to: {unit}", *(f"  {name:<54} {of}" for name, of in rows.items()), sep="\n")
     return {"title": title, "unit": unit, "rows": rows}
 
 

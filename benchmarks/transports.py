@@ -14,11 +14,10 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
-from common import about, parser_of, versions, with_output, write
+from common import about, medians_ms, parser_of, versions, with_output, write
 from torch import Tensor
 
 from moe_mk.comm import DistributedCommunicator
@@ -132,12 +131,6 @@ def drawn(rank: int, tokens: int, hidden: int, experts: int, top_k: int) -> tupl
     scores_TE = torch.rand((tokens, experts), generator=draw, dtype=torch.float32, device="cpu")
     weights_TK = torch.full((tokens, top_k), 1.0 / top_k, dtype=torch.float32, device="cpu")
     return x_TH, Routing(scores_TE.topk(top_k).indices.to(torch.int32), weights_TK)
-
-
-def medians_ms(per_rank: list[Seconds]) -> dict[str, float]:
-    """Medians over rounds of the slowest rank."""
-    slowest = {what: [max(times) for times in zip(*(r[what] for r in per_rank), strict=True)] for what in per_rank[0]}
-    return {what: round(median(t) * 1e3, 4) for what, t in slowest.items()}
 
 
 def facts(options: argparse.Namespace) -> dict[str, object]:

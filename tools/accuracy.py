@@ -21,10 +21,9 @@ from moe_mk.permute import permute, weight_and_reduce
 from moe_mk.quant import BF16, FP32, QuantScheme
 from moe_mk.tokens import OutputStage, RowTokens
 from moe_mk.weights.expert_weights import ExpertWeights
-from tools.pages import between, markdown
+from tools.pages import filled, markdown
 
 ROOT, PAGE = Path(__file__).resolve().parent.parent, "docs/quantisation.md"
-BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 EXPERTS_IN_LAYER, HIDDEN, INNER, TOKENS, TOP_K = 4, 1024, 512, 64, 2
 CPU = torch.device("cpu")
 
@@ -133,4 +132,4 @@ def text() -> str:
 def pages(root: Path) -> dict[str, str]:
     """The page with the table as it is computed now."""
     torch.set_num_threads(1)
-    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, text())}
+    return filled(root, PAGE, "accuracy", text())

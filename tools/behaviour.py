@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_mk.external.device import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = "MOE_MK_BEHAVIOUR"
 """Environment variable of the tests: the file that receives a line for each test."""
@@ -92,10 +94,8 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 def machine() -> dict[str, str]:
     """What bits depend on in addition to the code."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), "")
     instructions = torch.backends.cpu.get_cpu_capability()
-    return {"processor": model, "instructions": instructions, "torch": torch.__version__}
+    return {"processor": processor(), "instructions": instructions, "torch": torch.__version__}
 
 
 def computed(tests: Sequence[str]) -> dict[str, Any]:

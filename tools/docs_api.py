@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.pages import between, markdown
+from tools.pages import filled, markdown
 
-PAGES = {"docs/api.md": "reference", "docs/backend-data.md": "fields"}
 NAMES = {
     "moe_mk.config.moe.MoEConfig": "load parse from_hf with_",
     "moe_mk.comm.groups.ParallelGroups": "from_mesh",
@@ -117,9 +116,5 @@ def fields_of(cls: type) -> Iterator[tuple[str, str, str]]:
 
 def pages(root: Path) -> dict[str, str]:
     """Both pages, with what is written between their marks."""
-    written = {}
-    for page, what in PAGES.items():
-        text = (root / page).read_text(encoding="utf-8")
-        made = {"reference": reference, "fields": fields}[what]()
-        written[page] = between(text, f"<!-- {what}: begin -->", f"<!-- {what}: end -->", f"\n{made}")
-    return written
+    listed = filled(root, "docs/api.md", "reference", f"\n{reference()}")
+    return listed | filled(root, "docs/backend-data.md", "fields", f"\n{fields()}")

@@ -8,10 +8,9 @@ from moe_mk.experts.base import EXPERTS
 from moe_mk.lab.testing.certificate import Certificate, environment
 from moe_mk.lab.testing.certify import certify
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
-from tools.pages import between, of_this_repository
+from tools.pages import filled, of_this_repository
 
 PAGE = "docs/certify.md"
-BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 HEAD = "| backend | verdict | checks | cases | digest | note |\n|---|---|---|---|---|---|"
 
 
@@ -44,7 +43,7 @@ def lines_of(names: Sequence[str], *, processes: bool) -> Iterator[tuple[str, bo
 
 def verdicts(page: str) -> dict[str, str]:
     """The row of each backend in the table of a page."""
-    table = page.partition(BEGIN)[2].partition(END)[0]
+    table = page.partition("certified: begin")[2].partition("certified: end")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     return {row[1].strip(" `"): row[2].strip() for row in rows}
 
@@ -58,4 +57,4 @@ def pages(root: Path) -> dict[str, str]:
     here = environment()
     stated = f"torch {here['torch']}, Python {here['python']}, {here['device']}; ranks of one process"
     table = f"\n{HEAD}\n" + "\n".join(lines) + f"\n\nBy `make certify` on {stated}.\n"
-    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, table)}
+    return filled(root, PAGE, "certified", table)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_mk.lab.testing.faults import ACCEPTED, OUTCOMES
-from tools.pages import between, markdown
+from tools.pages import filled, markdown
 
 PAGE, RESULT = "docs/fault-tests.md", "benchmarks/results/faults_cpu.json"
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 SUMMARY = (
     "what", "command", "seed", "passed", "seconds", "environment", "by_transport", "by_fault", "shared_memory_left",
     "failed",
@@ -58,4 +57,4 @@ def commit(report: Mapping[str, Any], root: Path) -> None:
 def pages(root: Path) -> dict[str, str]:
     """The page with the table of the committed result."""
     text = table(json.loads((root / RESULT).read_text(encoding="utf-8")))
-    return {PAGE: between((root / PAGE).read_text(encoding="utf-8"), BEGIN, END, f"\n{text}\n")}
+    return filled(root, PAGE, "faults", f"\n{text}\n")

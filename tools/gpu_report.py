@@ -2,7 +2,7 @@
 
     python tools/gpu_report.py --results build/gpu/out/results.jsonl
 
-A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "switch", "tool". Of several
+A result is one JSON object a line, with a `kind`: "ceilings", "latency", "skipped", "tool". Of several
 latencies of the same case the last one counts.
 """
 
@@ -17,7 +17,6 @@ from tools.pages import between, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- experts_gpu: begin -->", "<!-- experts_gpu: end -->"
 OURS = "moe_mk, "
 """How the names of this project's own contenders begin."""
 HEAD = (
@@ -81,11 +80,6 @@ def page(lines: Sequence[Line]) -> str:
         )
     if latest(lines):
         parts.append(table(lines) + "\n")
-    for line in {(line["switch"], line["case"]): line for line in lines if line["kind"] == "switch"}.values():
-        parts.append(
-            f"Without {line['switch']}, {line['case']}: {line['off_us'] / line['on_us']:.3f} times as long "
-            f"({line['on_us']:.1f} us with it).\n"
-        )
     for line in {line["tool"]: line for line in lines if line["kind"] == "tool"}.values():
         parts.append(
             f"{line['tool']}: {line['status']}.\n" + (f"\n```text\n{line['text']}\n```\n" if line["text"] else "")
@@ -109,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"no measured results in {given.results}; {given.page} stays as it is\n")
         return 1
     old = given.page.read_text(encoding="utf-8")
-    given.page.write_text(between(old, BEGIN, END, page(lines).rstrip()), encoding="utf-8")
+    given.page.write_text(between(old, "experts_gpu", page(lines).rstrip()), encoding="utf-8")
     sys.stdout.write(f"{given.page}\n")
     return 0
 

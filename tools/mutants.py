@@ -12,16 +12,15 @@ for its row then run on a copy of the repository until one fails. A mutant whose
 proven by tests that would not notice. Exit code 1 if one survives, cannot be applied, or breaks collection instead of a
 test.
 
-`--random` changes comparisons, numbers, operators, guards, conversions, calls, keys and errors of a room. build/mutants
-records once which lines quick tests execute, in whichever process; `--record tests/quant` adds those of all its cases.
-A change is judged by the fastest tests that execute its line, one case of every test first. A test that fails or hangs,
-or an import that fails, kills it. `tests/equivalent.yaml` has those that change nothing, with the reason: they are left
-out of the sample.
+`--random` changes comparisons, numbers, operators, guards, conversions, calls, keys and errors of a room. Which lines
+quick tests execute, in whichever process, is recorded once (build/mutants.json); `--record tests/quant` adds those of
+all its cases. A change is judged by the fastest tests that execute its line, one case of every test first. A test that
+fails or hangs, or an import that fails, kills it. `tests/equivalent.yaml` has those that change nothing, with the
+reason: they are left out of the sample.
 """
 
 import argparse
 import ast
-import difflib
 import json
 import os
 import shutil
@@ -33,6 +32,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -48,7 +48,7 @@ import torch
 import yaml
 
 from tools.features import find_proofs, read_sections
-from tools.lines import AS_THEY_ARE, OUTPUT, first_lines, statement_line
+from tools.lines import AS_THEY_ARE, OUTPUT, mark_of, statement_line
 from tools.mutants_python import changes_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,8 +66,8 @@ LIMIT_S = 240.0
 """Seconds that the tests of a mutant may take. A slow test and one that hangs look the same, so neither counts."""
 NOT_RUN = "not stress and not gpu"
 QUICK = f"{NOT_RUN} and not slow"
-RECORD = Path("build/mutants")
-"""Folder of the recordings: which lines each test executes."""
+RECORD = Path("build/mutants.json")
+"""The recording: seconds and executed lines of each test."""
 AT_IMPORT = "tests/architecture/test_defaults"
 """Tests of what runs at import, of any file."""
 TESTS, TESTS_S = 400, 25.0
@@ -169,46 +169,33 @@ class Record:
     """Which quick tests execute a line, in whichever process, and how long they take, as tools/lines.py records it."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.seconds = root, dict[str, float]()
-        self._marks: dict[str, tuple[Path, str]] = {}
-        self._firsts: dict[Path, dict[str, int]] = {}
-        if not (folders := sorted((root / RECORD).glob("*/tests.json"), key=lambda file: int(file.parent.name))):
-            folders = [record(root, ["tests"])]
-        for file in folders:  # tests that were recorded again are as in the last recording
-            for test, (seconds, marks) in json.loads(file.read_text(encoding="utf-8")).items():
-                if _is_there(root, test):
-                    self.seconds[test], self._marks[test] = seconds, (file.parent, marks)
-            self._firsts[file.parent] = first_lines(file.parent)
+        self.root = root
+        if not (root / RECORD).is_file():
+            record(root, ["tests"])
+        found: dict[str, tuple[float, str]] = json.loads((root / RECORD).read_text(encoding="utf-8"))
+        self._marks = {test: marks for test, (_, marks) in found.items() if _is_there(root, test)}
+        self.seconds = {test: found[test][0] for test in self._marks}
 
     def tests_of(self, mutants: Sequence[Mutant]) -> list[list[str]]:
         """The tests that judge each change, those of its module first, then the fastest."""
-        asked = {folder: [self._places(mutant, folder) for mutant in mutants] for folder in self._firsts}
+        asked = [self._marks_of(mutant) for mutant in mutants]
         found: list[set[str]] = [set() for _ in mutants]
-        for test, (folder, packed) in self._marks.items():
+        for test, packed in self._marks.items():
             marks = zlib.decompress(bytes.fromhex(packed))
-            for at, (line, first, end) in enumerate(asked[folder]):
-                if marks[line] if line is not None else marks.find(1, first, end) >= 0:
+            for at, places in enumerate(asked):
+                if any(marks[place] for place in places):
                     found[at].add(test)
         at_import = {test for test in self.seconds if test.startswith(AT_IMPORT)}
-        for at, (line, _, _) in enumerate(next(iter(asked.values()))):
-            found[at] |= at_import if line is None else set()
+        found = [tests | at_import if len(places) != 1 else tests for tests, places in zip(found, asked, strict=True)]
         return [self._chosen(*work) for work in zip(mutants, found, strict=True)]
 
-    def _places(self, mutant: Mutant, folder: Path) -> tuple[int | None, int, int]:
-        """Mark of the line of a change, if it is in a function, first one and end of its file, in a recording."""
-        if mutant.file not in self._firsts[folder]:
-            return None, 0, 0
-        starts = list(self._firsts[folder].items())
-        at = next(n for n, (file, _) in enumerate(starts) if file == mutant.file)
-        first, end = starts[at][1], starts[at + 1][1]
-        text = (self.root / mutant.file).read_text(encoding="utf-8")
+    def _marks_of(self, mutant: Mutant) -> list[int]:
+        """The mark of the line of a change; of one that is in no function, those of all lines of its file."""
+        file = self.root / mutant.file
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        lines = text.splitlines()
         line = statement_line(text, text.count("\n", 0, mutant.offset) + 1)
-        then = (folder / mutant.file).read_text(encoding="utf-8").splitlines()
-        blocks = difflib.SequenceMatcher(None, then, text.splitlines(), autojunk=False).get_matching_blocks()
-        if line is None:
-            return None, first, end
-        same = [old + line - now for old, now, size in blocks if now <= line - 1 < now + size]
-        return first + same[0] if same else first, first, end  # a new line: the mark of line 0, which nothing sets
+        return [mark_of(mutant.file, each) for each in (lines if line is None else lines[line - 1 : line])]
 
     def _chosen(self, mutant: Mutant, executing: set[str]) -> list[str]:
         """Those that execute its line, or the file if it runs at import; else those named after the module."""
@@ -240,18 +227,18 @@ def _is_there(root: Path, test: str) -> bool:
     return f"def {function}(" in _text_of_tests(root / file)
 
 
-def record(root: Path, tests: Sequence[str]) -> Path:
-    """Run quick tests with marks in a copy, which takes as long as without, and keep their lines with the sources."""
-    known = [int(folder.name) for folder in (root / RECORD).glob("*")]
-    folder = (root / RECORD / str(max(known, default=0) + 1)).absolute()
+def record(root: Path, tests: Sequence[str]) -> None:
+    """Run quick tests with marks in a copy, which takes as long as without, and keep their lines."""
+    known = json.loads((root / RECORD).read_text(encoding="utf-8")) if (root / RECORD).is_file() else {}
     with tempfile.TemporaryDirectory(prefix="moe-mk-record-") as name:
-        copy = copied(root, Path(name))
-        shutil.copytree(copy / "moe_mk", folder / "moe_mk", ignore=shutil.ignore_patterns("csrc"))
+        copy, output = copied(root, Path(name)), Path(name) / "recorded.json"
         marks = QUICK if tests == ["tests"] else NOT_RUN
         command = [sys.executable, "-m", "pytest", *PYTEST[1:], "-p", "tools.lines", "-m", marks, *tests]
-        settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", OUTPUT: str(folder / "tests.json")}
+        settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", OUTPUT: str(output)}
         subprocess.run(command, cwd=copy, env=os.environ | settings, check=False)
-    return folder / "tests.json"
+        known |= json.loads(output.read_text(encoding="utf-8"))
+    (root / RECORD).parent.mkdir(exist_ok=True)
+    (root / RECORD).write_text(json.dumps(known), encoding="utf-8")
 
 
 def problems_of(mutants: Sequence[Mutant], root: Path, tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -309,10 +296,13 @@ def _pytest(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | Non
     A forked process runs it, which has torch and pytest imported already, and nothing of the copy.
     """
     with tempfile.TemporaryFile() as printed:
-        child = os.fork()
-        if child == 0:
-            _in_child(copy, tests, printed.fileno())
-        code = _exit_code(child, limit_s)
+        child = get_context("fork").Process(target=_in_child, args=(copy, tests, printed.fileno()))
+        child.start()
+        child.join(limit_s)
+        code = child.exitcode
+        with suppress(ProcessLookupError):  # a server of forks outlives the tests that used it
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
         printed.seek(0)
         return code, printed.read().decode(errors="replace")
 
@@ -350,20 +340,6 @@ def _in_child(copy: Path, tests: Sequence[str], output: int) -> NoReturn:
     finally:
         sys.stdout.flush()
         os._exit(code)
-
-
-def _exit_code(child: int, limit_s: float) -> int | None:
-    """Wait for a process; None after the time limit. What it has started is killed with it."""
-    ends, found, status = time.monotonic() + limit_s, 0, 0
-    while time.monotonic() < ends and not found:
-        time.sleep(0.02)
-        found, status = os.waitpid(child, os.WNOHANG)
-    with suppress(ProcessLookupError):  # a server of forks outlives the tests that used it
-        os.killpg(child, signal.SIGKILL)
-    if found:
-        return os.waitstatus_to_exitcode(status)
-    os.waitpid(child, 0)
-    return None
 
 
 def copied(root: Path, into: Path) -> Path:
@@ -425,8 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="moe-mk-mutants-") as folder:
         judge = partial(run_in_own_copy, options.root, Path(folder))
-        with get_context("fork").Pool(options.workers) as workers:  # they have torch and pytest already
-            for outcome in workers.imap(judge, work):
+        with ProcessPoolExecutor(options.workers, get_context("fork")) as workers:  # with torch and pytest already
+            for outcome in workers.map(judge, work):
                 outcomes.append(outcome)
                 print(outcome.line(), flush=True)
     killed = sum(outcome.state == "killed" for outcome in outcomes)

@@ -131,7 +131,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="+", default=TESTS)
     options = parser.parse_args()
     has = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     files = [file for file in sorted((ROOT / CSRC).glob("*.*")) if runs_here(file.name, has)]
@@ -144,7 +143,7 @@ def main() -> int:
         for mutant in found:
             if states.total() == options.count:
                 break
-            if (outcome := judged(kernels, mutant, copy, options.tests)) is not None:
+            if (outcome := judged(kernels, mutant, copy, TESTS)) is not None:
                 print(outcome.line(), flush=True)
                 states[outcome.state] += 1
     text, code = summary(states)

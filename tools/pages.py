@@ -36,12 +36,21 @@ def markdown(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
-def between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with a text on the lines between two marks. Raises ValueError unless each is there once."""
+def between(page: str, mark: str, text: str) -> str:
+    """A page with a text between the lines `<!-- mark: begin -->` and `<!-- mark: end -->`.
+
+    Raises ValueError unless each is there once.
+    """
+    begin, end = (f"<!-- {mark}: {edge} -->" for edge in ("begin", "end"))
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"the page needs one line {begin} and one line {end}")
     before, rest = page.split(begin)
     return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def filled(root: Path, page: str, mark: str, text: str) -> dict[str, str]:
+    """A page of the repository by its name, with a text between two marks."""
+    return {page: between((root / page).read_text(encoding="utf-8"), mark, text)}
 
 
 def write_or_compare(root: Path, name: str, new: str, what: str, *, check: bool, remedy: str = "make features") -> int:

@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.pages import between, markdown
+from tools.pages import filled, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README, ENGINES_PAGE, PROCESSORS_PAGE = "README.md", "docs/results-engines.md", "docs/results-processors.md"
-QUICKSTART = "docs/quickstart.md"
+QUICKSTART, LAWS_PAGE = "docs/quickstart.md", "docs/laws.md"
 INSTRUCTION_SETS_PAGE = "docs/results-instruction-sets.md"
 RESULTS = "benchmarks/results"
-BEGIN, END = "<!-- figures: written by `make features` -->", "<!-- end of figures -->"
 HEAD = ("model, format", "case", "engine tok/s", "+ moe_mk tok/s", "ratio (min..max over rounds)")
 FORMATS = {"": "bf16", "fp8": "FP8", "int4": "INT4 g128", "mxfp4": "MXFP4", "q4_k": "Q4_K"}
 """By the suffix of a contestant of benchmarks/engines.py."""
@@ -361,9 +360,6 @@ def _placements(results: Path) -> Iterator[str]:
     yield f"\n```text\n{run['command']}\n```"
 
 
-MATRIX_BEGIN, MATRIX_END = "<!-- matrix: written by `make features` -->", "<!-- end of the matrix -->"
-
-
 def matrix_table(results: Path) -> str:
     """The quick tests by versions, as `tools/matrix.py` ran them."""
     rows: list[tuple[object, ...]] = [("Python", "torch", "numpy", "passed", "failed", "skipped", "date")]
@@ -375,14 +371,42 @@ def matrix_table(results: Path) -> str:
     return markdown(rows)
 
 
+WORDS = {"kept": "yes", "broken": "**no**", "refused": "error", "died": "**dies**", "no answer": "**hangs**"}
+
+
+def laws_table(results: Path) -> str:
+    """The laws, the kernels that keep all of them, and for each other kernel what it does not keep."""
+    run, kept, departures, absent = _read(results, "laws"), [], dict[str, list[str]](), dict[str, list[str]]()
+    laws = dict.fromkeys(each["law"] for outcomes in run["peers"].values() for each in outcomes if each["law"])
+    for peer, outcomes in run["peers"].items():
+        if unable := [each["message"] for each in outcomes if each["law"] == ""]:
+            absent.setdefault(unable[0], []).append(peer)
+        elif departed := "; ".join(_departure(each) for each in outcomes if each["status"] != "kept"):
+            departures.setdefault(departed, []).append(peer)
+        else:
+            kept.append(peer)
+    rows = [("kernel", "laws that it does not keep"), *(("; ".join(names), law) for law, names in departures.items())]
+    without = "\n".join(f"Not run, {why}: {', '.join(names)}." for why, names in absent.items())
+    libraries = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    about = f"{libraries}; {run['device']['processor']}; `{run['command']}`"
+    head = f"Laws: {', '.join(laws)}. All are kept by {'; '.join(kept)}."
+    return "\n\n".join([head, markdown(rows), *([without] if without else []), about])
+
+
+def _departure(outcome: Mapping[str, Any]) -> str:
+    """A law that is not kept: the verdict, and the message or the signal."""
+    message = re.sub(r"^.*, (signal \d+), after \d+ s$", r"\1", outcome["message"])
+    return f"{outcome['law']} {WORDS[outcome['status']]}: {message}"
+
+
 def pages(root: Path) -> dict[str, str]:
-    """The README with its table, the pages of results, and the quickstart with the table of versions."""
+    """The README with its table, the pages of results, and the tables of versions and of laws."""
     results = root / RESULTS
-    readme, quickstart = ((root / page).read_text(encoding="utf-8") for page in (README, QUICKSTART))
     return {
-        README: between(readme, BEGIN, END, "\n" + readme_table(results)),
+        **filled(root, README, "figures", "\n" + readme_table(results)),
         ENGINES_PAGE: engines_page(results),
         PROCESSORS_PAGE: processors_page(results),
         INSTRUCTION_SETS_PAGE: instruction_sets_page(results),
-        QUICKSTART: between(quickstart, MATRIX_BEGIN, MATRIX_END, matrix_table(results)),
+        **filled(root, QUICKSTART, "matrix", matrix_table(results)),
+        **filled(root, LAWS_PAGE, "laws", laws_table(results)),
     }

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from experts_cpu_candidates import LARGEST_ERROR, without_wrong  # noqa: E402
 from experts_cpu_clock import STEP, settle  # noqa: E402
-from experts_cpu_peers import LARGEST_ERROR, without_wrong  # noqa: E402
-from experts_cpu_stored_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
-from laws import table  # noqa: E402
+from experts_cpu_peers import awq, kt_candidates, kt_scales, vllm_candidates  # noqa: E402
 
 from moe_mk.quant.kinds import scheme_of_kind  # noqa: E402
+from tools.results import laws_table  # noqa: E402
 
 
 @pytest.mark.row(171)
@@ -90,6 +90,6 @@ def test_the_next_turn_waits_for_threads_that_spin() -> None:
 @pytest.mark.row(176)
 def test_the_page_of_laws_shows_the_results_that_are_here_and_ours_keep_all() -> None:
     results = json.loads((RESULTS / "laws.json").read_text(encoding="utf-8"))
-    assert table(results) in (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    assert laws_table(RESULTS) in (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
     ours = {each["status"] for name, peer in results["peers"].items() if name.startswith("moe_mk") for each in peer}
     assert ours == {"kept"}

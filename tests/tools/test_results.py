@@ -9,8 +9,6 @@ import pytest
 
 from tools.pages import between
 from tools.results import (
-    BEGIN,
-    END,
     ENGINES_PAGE,
     FIRST,
     INSTRUCTION_SETS_PAGE,
@@ -132,9 +130,11 @@ def test_layers_are_compared_in_the_same_format_where_it_was_measured(results: P
 
 
 def test_the_table_takes_the_place_of_an_older_one(results: Path) -> None:
-    once = between(f"before\n{BEGIN}old\n{END}\nafter\n", BEGIN, END, readme_table(results))
+    once = between(
+        "before\n<!-- figures: begin -->old\n<!-- figures: end -->\nafter\n", "figures", readme_table(results)
+    )
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
-    assert between(once, BEGIN, END, readme_table(results)) == once
+    assert between(once, "figures", readme_table(results)) == once
 
 
 @pytest.mark.row("N24")
@@ -146,7 +146,7 @@ def test_a_page_shows_the_results_that_are_here(page: str, written: Callable[[Pa
 @pytest.mark.row("N24")
 def test_the_readme_shows_the_results_that_are_here() -> None:
     text = (ROOT / README).read_text(encoding="utf-8")
-    assert between(text, BEGIN, END, "\n" + readme_table(ROOT / RESULTS)) == text, "run `make features`"
+    assert between(text, "figures", "\n" + readme_table(ROOT / RESULTS)) == text, "run `make features`"
 
 
 def test_a_cell_names_instruction_sets_only_where_there_are_several() -> None:

@@ -10,7 +10,7 @@ from tools.results import RESULTS, ROOT
 
 @pytest.mark.row(112)
 def test_a_ratio_is_the_median_of_those_within_rounds(world: RankWorld) -> None:
-    from small_layers import ratio
+    from common import ratio
 
     # (clock, processor) of three rounds on two ranks: the slower rank counts, and the last round is slow as a whole.
     one = [{"one": [(1.0, 2.0), (1.0, 2.0), (90.0, 9.0)], "other": [(1.0, 1.0), (1.0, 1.0), (60.0, 9.0)]}]
