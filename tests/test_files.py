@@ -118,16 +118,10 @@ def tuned(file: Path) -> object:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "trace": import_trace,
-    "loads": read_loads,
-    "ids": read_token_ids,
-    "weights": SafetensorsSource,
-    "config": inspect_config,
-    "settings": read_mapping,
-    "tuned": tuned,
-    "vllm": read_vllm,
+    "trace": import_trace, "loads": read_loads, "ids": read_token_ids, "weights": SafetensorsSource,
+    "config": inspect_config, "settings": read_mapping, "tuned": tuned, "vllm": read_vllm,
     "certificate": read_certificate,
-}
+}  # fmt: skip
 
 
 def hostile_files(folder: Path) -> list[tuple[str, Path, str]]:

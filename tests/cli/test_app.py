@@ -1,19 +1,20 @@
 """Every verb in this process: what it prints, what it writes, and its exit code."""
 
+import gc
 import json
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.lab.cli.report import versions
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
+from moe_mk.registry import Registry
+from moe_mk.text import amount
 from tests.cli.conftest import TINY, Invoke, printed, usage_error
 from tests.support.tiers import quick_where
 
@@ -72,7 +73,7 @@ def test_a_torch_newer_than_those_tested_is_named(
     assert versions()["torch"] == version + ", newer than 2.15, the newest that is tested" * is_newer
 
 
-def test_the_doctor_knows_every_backend(invoke: Invoke) -> None:
+def test_the_doctor_knows_every_backend(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads(invoke("doctor", "--json").stdout)
     names = {backend["name"] for backend in facts["backends"]}
     assert names >= {*PREPARE_FINALIZE, *EXPERTS, *MONOLITHIC}
@@ -82,6 +83,14 @@ def test_the_doctor_knows_every_backend(invoke: Invoke) -> None:
         line = next(line for line in lines if line.startswith(name))
         assert re.match(rf"{re.escape(name)}  +\S", line), line
         assert (library["version"] or library["install"]) in line
+    with_plugins = [each for each in gc.get_objects() if isinstance(each, Registry) and each.group and each.modules]
+    for each in with_plugins:
+        monkeypatch.setattr(each, "broken", {f"a broken {each.kind}": "no such module"})
+    facts = json.loads(invoke("doctor", "--set", "ep=8", "--json").stdout)
+    broken = {backend["name"] for backend in facts["backends"] if backend["broken"]}
+    assert len(with_plugins) > 5 and broken == {f"a broken {each.kind}" for each in with_plugins}
+    (alone,) = (backend for backend in facts["backends"] if backend["name"] == "no_ep")
+    assert "serves 1 rank, the group has 8" in alone["reasons"][0]
 
 
 def test_an_explanation_holds_a_verdict_for_every_pair(invoke: Invoke) -> None:
@@ -120,25 +129,20 @@ def test_an_explanation_shows_what_a_transport_keeps_for_itself(invoke: Invoke) 
     assert "kernel.comm_units = 12 changes nothing: a single rank has no transport" in alone
 
 
-@pytest.mark.parametrize(
-    "words,code,complaint",
-    [
-        ("deepseek_v4", 2, "did you mean 'deepseek_v3'"),
-        ("deepseek_v3 --device h300", 2, "shipped device"),
-        ("deepseek_v3 --ranks 32 --nodes 5", 2, "32 ranks do not divide over --nodes 5"),
-        ("deepseek_v3 --installed tritn", 2, "did you mean 'triton'"),
-        ("deepseek_v3 --dtype int8", 2, "--dtype 'int8' is unknown"),
-        ("deepseek_v3 --ranks 0", 2, "--ranks"),
-        ("deepseek_v3 --ranks 32 --prepare-finalize no_ep", 3, "serves 1 rank, the group has 32"),
-        ("deepseek_v3 --set kernel.timout_s=5", 2, "did you mean 'kernel.timeout_s'"),
-        ("deepseek_v3 --set router.timeout_s=5", 2, "unknown setting 'router.timeout_s'"),
-        ("deepseek_v3 --set experts", 2, "is not KEY=VALUE"),
-        ("deepseek_v3 --set kernel.timeout_s=[", 2, "has a value that is not YAML"),
-        ("deepseek_v3 --set kernel.timeout_s=none", 2, "kernel.timeout_s"),
-        ("deepseek_v3 --device h200 --experts torch_cpu", 3, "runs on cpu, this device is cuda"),
-        ("deepseek_v3 --device h200 --experts-backend torch_cpu", 3, "runs on cpu, this device is cuda"),
-    ],
-)
+@pytest.mark.parametrize("words,code,complaint", [
+    ("deepseek_v4", 2, "did you mean 'deepseek_v3'"), ("deepseek_v3 --device h300", 2, "shipped device"),
+    ("deepseek_v3 --ranks 32 --nodes 5", 2, "32 ranks do not divide over --nodes 5"),
+    ("deepseek_v3 --installed tritn", 2, "did you mean 'triton'"),
+    ("deepseek_v3 --dtype int8", 2, "--dtype 'int8' is unknown"), ("deepseek_v3 --ranks 0", 2, "--ranks"),
+    ("deepseek_v3 --ranks 32 --prepare-finalize no_ep", 3, "serves 1 rank, the group has 32"),
+    ("deepseek_v3 --set kernel.timout_s=5", 2, "did you mean 'kernel.timeout_s'"),
+    ("deepseek_v3 --set router.timeout_s=5", 2, "unknown setting 'router.timeout_s'"),
+    ("deepseek_v3 --set experts", 2, "is not KEY=VALUE"),
+    ("deepseek_v3 --set kernel.timeout_s=[", 2, "has a value that is not YAML"),
+    ("deepseek_v3 --set kernel.timeout_s=none", 2, "kernel.timeout_s"),
+    ("deepseek_v3 --device h200 --experts torch_cpu", 3, "runs on cpu, this device is cuda"),
+    ("deepseek_v3 --device h200 --experts-backend torch_cpu", 3, "runs on cpu, this device is cuda"),
+])  # fmt: skip
 def test_what_cannot_be_explained_has_a_code(invoke: Invoke, words: str, code: int, complaint: str) -> None:
     result = invoke("explain", *words.split())
     assert result.exit_code == code and complaint in result.stderr and result.stdout == ""
@@ -157,6 +161,8 @@ def test_a_run_of_one_rank_reports_plan_times_and_verdict(invoke: Invoke, tiny: 
     assert (found["seed"], found["tokens"], found["injected"]) == (5, [9], None)
     assert {"torch", "python", "moe_mk"} <= found["versions"].keys() and found["device"] and found["command"]
     assert sum(found["expert_load"]) == 9 * 8
+    parts = (f"{part} {amount(found['memory'][0][part])}" for part in ("experts", "shared", "gate"))
+    assert ", ".join(parts) in " ".join(result.stdout.split())
     assert found["prefill"]["tokens"] == [9] and found["decode"]["tokens"] == [1]
     assert found["decision"]["verdicts"] and found["memory"][0]["num_slots"] == 32
     assert found["ranks"][0]["experts"] == list(range(32)) and found["checkpoint"]["sound"] is True
@@ -182,21 +188,6 @@ def test_no_tokens_at_all_run_and_say_that_nothing_was_compared(tiny: Path, tmp_
     result = printed("run", tiny, "--tokens", 0, "--repeats", 1, "--plot", picture)
     assert "no tokens, nothing was compared" in result and "PASS" not in result
     assert "no assignments" in result and picture.exists()
-
-
-def test_hidden_states_come_from_files(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).standard_normal((3, 256))
-    np.save(tmp_path / "rows.npy", rows)
-    save_file({"hidden_states": torch.from_numpy(rows).bfloat16()}, tmp_path / "rows.safetensors")
-    loads = []
-    for name in ("rows.npy", "rows.safetensors"):
-        report = tmp_path / "run.json"
-        words = ("--hidden-states", tmp_path / name, "--repeats", 1, "--out", report)
-        assert invoke("run", tiny, *words).exit_code == 0
-        found = json.loads(report.read_text())
-        assert found["tokens"] == [3]
-        loads.append(found["expert_load"])
-    assert loads[0] == loads[1] and sum(loads[0]) == 24
 
 
 @pytest.mark.parametrize(

@@ -14,27 +14,15 @@ from tests.support.tiers import quick_where
 
 SIZES = ("--hidden", "128", "--intermediate", "128")
 BASES: dict[str, tuple[str, ...]] = {
-    "run": ("{tiny}", "--tokens", "1", "--repeats", "1"),
-    "bench": ("{tiny}", "--tokens", "1", "--repeats", "1"),
-    "explain": ("deepseek_v3",),
-    "derive": ("{tiny}",),
-    "fit": ("{tiny}", "--trace", "{routing}", "--memory", "100kB"),
-    "place": ("--trace", "{routing}", "--gpus", "2"),
-    "doctor": (),
-    "make-checkpoint": ("{new}", "--experts", "8", *SIZES),
-    "convert": ("{tiny}", "{new}", "--to", "bf16"),
-    "inspect-checkpoint": ("{tiny}",),
-    "inspect": ("{tiny}",),
-    "certify": ("no_such_backend",),
-    "chaos": ("{new}",),
-    "tune": ("cpu_native", *SIZES, "--dry-run"),
-    "compile": ("{new}", "--out", "{new}"),
-    "bisect": ("reference", "reference", "--tokens", "2", *SIZES),
-    "judge": ("{trace}",),
-    "waits": ("{trace}",),
-    "demo": ("no_such_host",),
-    "plan layout": ("ep",),
-}
+    "run": ("{tiny}", "--tokens", "1", "--repeats", "1"), "bench": ("{tiny}", "--tokens", "1", "--repeats", "1"),
+    "explain": ("deepseek_v3",), "derive": ("{tiny}",), "fit": ("{tiny}", "--trace", "{routing}", "--memory", "100kB"),
+    "place": ("--trace", "{routing}", "--gpus", "2"), "doctor": (),
+    "make-checkpoint": ("{new}", "--experts", "8", *SIZES), "convert": ("{tiny}", "{new}", "--to", "bf16"),
+    "inspect-checkpoint": ("{tiny}",), "inspect": ("{tiny}",), "certify": ("no_such_backend",), "chaos": ("{new}",),
+    "tune": ("cpu_native", *SIZES, "--dry-run"), "compile": ("{new}", "--out", "{new}"),
+    "bisect": ("reference", "reference", "--tokens", "2", *SIZES), "judge": ("{trace}",), "waits": ("{trace}",),
+    "demo": ("no_such_host",), "plan layout": ("ep",),
+}  # fmt: skip
 """A quick call of each verb. {tiny}: a checkpoint, {trace}, {routing}: of a run of it, {new}: where nothing is."""
 BAD = {
     "word": "no such thing", "negative": "-1", "zero": "0", "huge": str(10**23), "long": "9" * 5000, "fraction": "1.5",

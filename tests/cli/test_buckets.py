@@ -12,11 +12,11 @@ H200 = Question("deepseek_v3", "h200", 64, libraries="triton")
 
 
 def test_the_floor_is_that_of_the_roofline() -> None:
-    decision = decide_on(Question("deepseek_v3", "h200", 64, libraries="triton", overrides={"ep": 8}))
+    decision = decide_on(Question("deepseek_v3", "h200", 64, 4, libraries="triton", overrides={"ep": 8, "tp": 2}))
     rates = Rates.of(decision.problem.device)
-    assert experts_floor_us(decision) == experts_us(LayerShape(7168, 2048, 256, 8, ep=8), 64, rates)
-    # Weights of 32 experts at 4.8 TB/s: 32 x 44.04 MB, and the rows.
-    assert experts_floor_us(decision) == pytest.approx(296.4, abs=0.1)
+    assert experts_floor_us(decision) == experts_us(LayerShape(7168, 1024, 256, 8, ep=8), 64, rates)
+    # Weights of 32 half experts at 4.8 TB/s: 32 x 22.02 MB, and the rows. Of the 16 ranks 4 are on a node.
+    assert experts_floor_us(decision) == pytest.approx(149.4, abs=0.3) and decision.problem.ranks_per_node == 4
 
 
 def test_explain_ranks_triton_and_the_reference_by_number_of_tokens() -> None:

@@ -1,6 +1,7 @@
 """`moe-mk demo hf`: transformers generates with an FP8 model on a CPU, in one command. And `moe-mk convert`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tests.cli.conftest import moe_mk, printed, usage_error
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'moe-mk[hf]'")
 
 from moe_mk.integrations.transformers import register
+from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
+from moe_mk.lab.checkpoints.convert import REPORT
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,13 @@ def test_what_cannot_be_shown_is_refused() -> None:
 
 
 def test_a_conversion_reports_sizes_and_errors(tiny: Path, tmp_path: Path) -> None:
-    done = printed("convert", tiny, tmp_path / "out", "--to", "nvfp4")
-    assert "experts in nvfp4" in done and "relative change of 33 experts: mean" in done and "maximum" in done
+    shape = CheckpointShape(4, 128, 128, layers=(1, 2), top_k=2, num_groups=2, top_k_groups=1, quant="bf16")
+    write_checkpoint(tmp_path / "two", shape)
+    done = printed("convert", tmp_path / "two", tmp_path / "out", "--to", "nvfp4")
+    errors = json.loads((tmp_path / "out" / REPORT).read_text())["experts"]
+    for layer in shape.layers:
+        worst = [max(one["gate"], one["up"], one["down"]) for one in errors if one["layer"] == layer]
+        mean = f"relative change of 5 experts: mean {sum(worst) / len(worst):.2e}, maximum {max(worst):.2e} ("
+        assert re.search(rf"layer {layer} +{re.escape(mean)}", done) and "experts in nvfp4" in done
     assert "sound" in printed("inspect-checkpoint", tmp_path / "out")
     assert "'int5'" in usage_error("convert", tiny, tmp_path / "new", "--to", "int5")

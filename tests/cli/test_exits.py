@@ -28,18 +28,11 @@ def raising(problem: BaseException) -> int:
     return int(ended.value.exit_code)
 
 
-@pytest.mark.parametrize(
-    "problem,code",
-    [
-        (CommError("late", rank=0, phase="dispatch"), 1),
-        (ConfigError("c"), 2),
-        (ShapeError("s"), 2),
-        (WeightError("w"), 2),
-        (UnsupportedError("u", ["because"]), 3),
-        (LibraryMissing("l", ["pip"]), 3),
-        (RanksFailed("two words", 3), 3),
-    ],
-)
+@pytest.mark.parametrize("problem,code", [
+    (CommError("late", rank=0, phase="dispatch"), 1), (ConfigError("c"), 2), (ShapeError("s"), 2),
+    (WeightError("w"), 2), (UnsupportedError("u", ["because"]), 3), (LibraryMissing("l", ["pip"]), 3),
+    (RanksFailed("two words", 3), 3),
+])  # fmt: skip
 def test_an_error_is_one_message_and_a_code(problem: MoEMKError, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(problem) == code
     stated = capsys.readouterr()
@@ -108,18 +101,20 @@ def test_a_stream_that_is_full_is_one_message_and_a_code(
         assert code or full != ("stdout",) or "output or a temporary file: No space left on device" in stated
 
 
+@pytest.mark.parametrize("wrong", ["RANK", "LOCAL_RANK"])
 @pytest.mark.parametrize("rank,size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])
 def test_variables_that_are_no_rank_of_a_launcher_are_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, size: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, size: str, wrong: str
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, size)
+    sizes = "LOCAL_WORLD_SIZE" if wrong == "LOCAL_RANK" else "WORLD_SIZE"
+    right = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (right | {wrong: rank, sizes: size}).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(typer.Exit) as ended:
         with_exit_code(lambda: world_of(None, 1).size)()
     assert ended.value.exit_code == 2
-    assert f"the environment has RANK={rank}, WORLD_SIZE={size}, " in capsys.readouterr().err
+    stated = capsys.readouterr().err
+    assert f"{wrong}={rank}, {sizes}={size}" in stated and "the environment has RANK=" in stated
 
 
 def test_the_first_rank_of_a_launcher_prints_an_error_and_another_one_what_it_has_met_alone(
@@ -131,6 +126,9 @@ def test_the_first_rank_of_a_launcher_prints_an_error_and_another_one_what_it_ha
         monkeypatch.setenv(name, value)
     assert raising(ConfigError("wrong")) == 2
     assert waited == [(ALONE_S, "")] and capsys.readouterr().err == "moe-mk: rank 1: wrong\n"
+    for local in (1, 0):  # of a lost peer, the first rank of each host states it at once
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert raising(CommError("gone", rank=1, phase="dispatch")) == 1 and len(waited) == 2
     monkeypatch.setenv("RANK", "0")
     assert raising(ConfigError("wrong")) == 2
-    assert capsys.readouterr().err == "moe-mk: wrong\n" and len(waited) == 1
+    assert capsys.readouterr().err.endswith("moe-mk: wrong\n") and len(waited) == 2

@@ -41,6 +41,12 @@ def test_installed_without_a_value_assumes_what_is_here_and_warns_of_the_referen
     assert found["chosen"]["experts"] == "reference" and len(found["warnings"]) == 1
 
 
+def test_a_wanted_pair_that_no_change_makes_eligible_ends_with_1(invoke: Invoke) -> None:
+    for more in ((), ("--json",)):
+        done = invoke("explain", "tiny", "--device", "cpu", "--want", "no_ep + flashinfer_trtllm", *more)
+        assert done.exit_code == 1, done.output
+
+
 def test_a_cpu_is_explained_with_what_is_installed(invoke: Invoke) -> None:
     words = ("explain", "deepseek_v3", "--experts", "reference")
     stated = invoke(*words).stdout

@@ -24,15 +24,11 @@ VERBS: dict[str, tuple[object, ...]] = {
     "convert": ("convert", "{tiny}", "{out}", "--to", "bf16"),
     "convert into": ("convert", "{tiny}", "{empty}", "--to", "bf16"),
     "convert gguf": ("convert", "{tiny}", "{out}", "--to", "q8_0"),
-    "convert store": ("convert", "{tiny}", "{out}", "--store"),
-    "derive": ("derive", "{tiny}", "--out", "{out}"),
-    "run out": (*RUN, "--out", "{out}"),
-    "run plot": (*RUN, "--plot", "{out}"),
-    "run trace": (*RUN, "--trace", "{out}"),
-    "run record": (*RUN, "--record-trace", "{out}"),
-    "timeline": ("plan", "timeline", "--trace", "{out}"),
+    "convert store": ("convert", "{tiny}", "{out}", "--store"), "derive": ("derive", "{tiny}", "--out", "{out}"),
+    "run out": (*RUN, "--out", "{out}"), "run plot": (*RUN, "--plot", "{out}"), "run trace": (*RUN, "--trace", "{out}"),
+    "run record": (*RUN, "--record-trace", "{out}"), "timeline": ("plan", "timeline", "--trace", "{out}"),
     "run store": (*RUN, "--memory", "1MB", "--store", "{out}"),
-}
+}  # fmt: skip
 LONG: dict[str, tuple[object, ...]] = {
     "bench out": (*BENCH, "--out", "{out}"),
     "bench plot": (*BENCH, "--plot", "{out}"),

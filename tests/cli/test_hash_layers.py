@@ -60,16 +60,11 @@ def test_rows_without_ids_are_refused_by_name(invoke: Invoke, hashed: Path, tmp_
     assert "need --token-ids FILE: an integer of [0, 40) for each of the 3 rows" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "ids,complaint",
-    [
-        ([0, 1], "holds 2 ids for 3 tokens; give one id a token"),
-        ([0, 40, 1], "holds ids from 0 to 40; they must be in [0, 40), the range of the table of layer 3"),
-        ([0, -1, 1], "holds ids from -1 to 1"),
-        ([0.0, 1.0, 2.0], "--token-ids"),
-        ([[0], [1], [2]], "--token-ids"),
-    ],
-)
+@pytest.mark.parametrize("ids,complaint", [
+    ([0, 1], "holds 2 ids for 3 tokens; give one id a token"),
+    ([0, 40, 1], "holds ids from 0 to 40; they must be in [0, 40), the range of the table of layer 3"),
+    ([0, -1, 1], "holds ids from -1 to 1"), ([0.0, 1.0, 2.0], "--token-ids"), ([[0], [1], [2]], "--token-ids"),
+])  # fmt: skip
 def test_ids_that_do_not_fit_are_refused(
     ids: object, complaint: str, invoke: Invoke, hashed: Path, tmp_path: Path
 ) -> None:

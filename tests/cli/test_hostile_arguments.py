@@ -12,7 +12,8 @@ from moe_mk.errors import ConfigError
 from moe_mk.lab.checkpoints import CheckpointShape, is_complete, write_checkpoint
 from moe_mk.lab.checkpoints.convert import convert_checkpoint
 from moe_mk.lab.cli.exits import named
-from moe_mk.lab.cli.outputs import output_file
+from moe_mk.lab.cli.options import settings_of
+from moe_mk.lab.cli.outputs import format_of, output_file
 from tests.cli.conftest import Invoke, usage_error
 
 SMALL = ("--hidden", 128, "--intermediate", 128)
@@ -70,30 +71,33 @@ def test_any_integer_is_a_seed(invoke: Invoke, small: Path) -> None:
         assert invoke("run", small, "--tokens", 1, "--repeats", 1, "--seed", seed).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "words, stated",
-    [
-        (("bisect", "reference", "reference", "--hidden", HUGE), "2147483647"),
-        (("bisect", "reference", "reference", "--hidden", 2**31 - 1, "--tokens", 2**31 - 1), "fit into memory"),
-        (("certify", "reference", "--import", ""), "--import : Empty module name"),
-        (("certify", "reference", "--import", "."), "--import .: "),
-        (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x is in a folder that does not exist"),
-        (("certify", "reference", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
-        (("bench", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
-        (("bench", "--out", "/"), "--out / is a folder"),
-        (("tune", "cpu_native", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
-        (("tune", "cpu_native", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
-        (("tune", "cpu_native", "--tokens", HUGE, "--dry-run"), "holds a number outside [0, 2147483647]"),
-        (("bench", "--memory", "9" * 5000), "is no amount above 0"),
-        (("plan", "timeline", "--late", f"{'9' * 5000}=1"), "is not a list such as 3=50"),
-        (("plan", "timeline", "--late", "\u00b2=1"), "is not a list such as 3=50"),
-        (("plan", "timeline", "--late", "1=inf"), "is not a list such as 3=50"),
-        *((("plan", "timeline", f"--{each}", HUGE), "2147483647") for each in ("top-k", "hidden", "tokens", "experts")),
-    ],
-)
+@pytest.mark.parametrize("words, stated", [
+    (("bisect", "reference", "reference", "--hidden", HUGE), "2147483647"),
+    (("bisect", "reference", "reference", "--hidden", 2**31 - 1, "--tokens", 2**31 - 1), "fit into memory"),
+    (("certify", "reference", "--import", ""), "--import : Empty module name"),
+    (("certify", "reference", "--import", "."), "--import .: "),
+    (("certify", "reference", "--out", "nowhere/x"), "--out nowhere/x is in a folder that does not exist"),
+    (("certify", "reference", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
+    (("bench", "--out", "/proc/x"), "--out /proc/x cannot be written: "),
+    (("bench", "--out", "/"), "--out / is a folder"),
+    (("tune", "cpu_native", "--device", "cpu:-1", "--dry-run"), "'cpu:-1' is not a device"),
+    (("tune", "cpu_native", "--tuned-dir", "nowhere", "--budget", "nan"), "the budget of nan s"),
+    (("tune", "cpu_native", "--tokens", HUGE, "--dry-run"), "holds a number outside [0, 2147483647]"),
+    (("bench", "--memory", "9" * 5000), "is no amount above 0"),
+    (("plan", "timeline", "--late", f"{'9' * 5000}=1"), "is not a list such as 3=50"),
+    (("plan", "timeline", "--late", "\u00b2=1"), "is not a list such as 3=50"),
+    (("plan", "timeline", "--late", "1=inf"), "is not a list such as 3=50"),
+    *((("plan", "timeline", f"--{each}", HUGE), "2147483647") for each in ("top-k", "hidden", "tokens", "experts")),
+])  # fmt: skip
 def test_what_is_out_of_range_is_reported(invoke: Invoke, words: tuple[object, ...], stated: str) -> None:
     done = invoke(*words)
     assert done.exit_code == 2 and stated in " ".join(done.stderr.split())
+
+
+def test_the_last_of_settings_holds(tmp_path: Path) -> None:
+    (file := tmp_path / "a.yaml").write_text("router: {top_k: 3}")
+    for words, last in (([str(file), "router.top_k=2"], 2), (["router.top_k=2", str(file)], 3)):
+        assert settings_of(words) == {"router.top_k": last}
 
 
 def test_experts_of_another_device_are_not_tuned_here(invoke: Invoke, tmp_path: Path) -> None:
@@ -110,13 +114,14 @@ def test_a_picture_lies_where_it_was_asked_for(invoke: Invoke, small: Path, tmp_
     pytest.importorskip("matplotlib")
     bench = ("bench", small, "--tokens", 1, "--repeats", 1, "--plot")
     assert "name it stages.png" in usage_error(*bench, tmp_path / "stages.xyz")
-    assert invoke(*bench, tmp_path / "stages").exit_code == 0
+    assert invoke(*bench, tmp_path / "stages").exit_code == 0 and format_of(Path("X.PNG")) == "png"
     assert (tmp_path / "stages").is_file() and not (tmp_path / "stages.png").exists()
 
 
 def test_a_defect_and_a_closed_pipe_are_no_refusal() -> None:
     full = named(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"))
     assert str(full).startswith("/x: No space left on device")
+    assert str(named(OSError(errno.EXDEV, "elsewhere", "/a", None, "/b"))).startswith("/b: elsewhere")
     assert isinstance(named(MemoryError()), ConfigError)
     for problem in (OverflowError("int too large"), TypeError("Overflow when unpacking long long")):
         assert "a number is too large" in str(named(problem))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -40,9 +41,10 @@ def test_what_is_no_case_exits_with_2(file, tmp_path, invoke):
     assert found.exit_code == 2 and "--checkpoint" in found.stderr
 
 
-def test_json_has_a_verdict_for_each_case(file, invoke):
+def test_json_has_a_verdict_for_each_case(file, tmp_path, invoke):
     write_case(file, Layer(seed=2, tokens=4).case("never renormalised"))
-    found = invoke("judge", file, file, "--json")
+    write_case(right := tmp_path / "right.safetensors", Layer(seed=2, tokens=4).case())
+    found = invoke("judge", file, right, "--json")
     verdicts = json.loads(found.stdout)
     assert found.exit_code == 1 and len(verdicts) == 2
     assert (verdicts[0]["stage"], verdicts[0]["fault"]) == ("weights", "never renormalised")
@@ -91,6 +93,10 @@ def test_the_page_is_whole_loads_nothing_and_escapes_names(file, tmp_path, invok
     text = page.read_text()
     tags = Tags()
     tags.feed(text)
+    (explained,) = json.loads(invoke("judge", file, "--json").stdout)
+    for each in explained["explanations"]:
+        cells = [" and ".join(each["faults"]), " and ".join(filter(None, each["details"])), each["stage"]]
+        assert "".join(f"<td>{escape(cell)}</td>" for cell in cells) in text
     assert not tags.open and not tags.loads and "script" not in tags.tags and "http" not in text
     assert tags.tags.count("table") == 3 and "&lt;script&gt;" in text
 

@@ -36,23 +36,21 @@ USAGE = [
     ("--layer 4", r"has no experts for layer 4; layers with experts: 3"),
     ("--experts-backend torch_cup", r"no experts backend is called 'torch_cup'; did you mean 'torch_cpu'"),
     ("--prepare-finalize all_to_al", r"'all_to_al'; did you mean 'all_to_all'"),
-    ("--dtype bf16", r"--dtype 'bf16' is unknown; did you mean 'bfloat16'"),
-    ("--wire fp4", r"kernel.wire"),
-    ("--placement diagonal", r"parallel.placement"),
-    ("--router-dtype half", r"router.router_dtype"),
+    ("--dtype bf16", r"--dtype 'bf16' is unknown; did you mean 'bfloat16'"), ("--wire fp4", r"kernel.wire"),
+    ("--placement diagonal", r"parallel.placement"), ("--router-dtype half", r"router.router_dtype"),
     ("--timeout 0", r"kernel.timeout_s"),
     ("--inject drop-scales", r"no fault is called 'drop-scales'; did you mean 'drop-scale'"),
-    ("--device gpu", r"'gpu' is not a device"),
-    ("--ranks 2 --tp 2", r"parallel.tp=2 does not divide"),
+    ("--device gpu", r"'gpu' is not a device"), ("--ranks 2 --tp 2", r"parallel.tp=2 does not divide"),
     ("--ranks 4 --ranks-per-node 8", r"--ranks-per-node 8 exceeds 4 ranks; use one of 1, 2, 4"),
     ("--ranks 4 --tp 2 --ranks-per-node 3", r"--ranks-per-node 3 splits TP groups of 2; use one of 2, 4"),
     ("--ranks 33", r"parallel.ep=33 exceeds model.num_experts=32"),
     ("--hidden-states absent.npy", r"absent.npy is not a file"),
     ("--plot nowhere/load.png", r"--plot nowhere/load.png is in a folder that does not exist"),
+    ("--trace nowhere/x.json", r"--trace nowhere/x.json is in a folder that does not exist"),
     ("--record-trace nowhere/t.safetensors", r"--record-trace nowhere/t.safetensors is in a folder that does not"),
     ("--out .", r"--out . is a folder"),
     ("--out /proc/x.json", r"--out /proc/x.json cannot be written: .*; name a file in a folder of yours"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words,complaint", USAGE, ids=[words for words, _ in USAGE])
@@ -66,15 +64,12 @@ def test_a_usage_error_is_reported_once_before_anything_starts(
     assert result.stdout == "" and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "words,reasons",
-    [
-        ("--ranks 2 --prepare-finalize no_ep --experts-backend torch_cpu", ["serves 1 rank, the group has 2"]),
-        ("--ranks 2 --prepare-finalize replicated", ["ranks bring their own tokens [parallel.tokens = replicated]"]),
-        ("--experts-backend torch_cpu --activations checkpoint", ["multiplies with plain activations only"]),
-        ("--device xpu", ["this library runs on cpu and cuda devices"]),
-    ],
-)
+@pytest.mark.parametrize("words,reasons", [
+    ("--ranks 2 --prepare-finalize no_ep --experts-backend torch_cpu", ["serves 1 rank, the group has 2"]),
+    ("--ranks 2 --prepare-finalize replicated", ["ranks bring their own tokens [parallel.tokens = replicated]"]),
+    ("--experts-backend torch_cpu --activations checkpoint", ["multiplies with plain activations only"]),
+    ("--device xpu", ["this library runs on cpu and cuda devices"]),
+])  # fmt: skip
 def test_what_cannot_run_here_is_refused_with_every_reason(
     invoke: Invoke, tiny: Path, words: str, reasons: list[str]
 ) -> None:

@@ -160,17 +160,14 @@ def test_a_relay_volumes_and_paths(tmp_path: Path) -> None:
     assert "CPU proxy" not in stated("paths", "--ranks", "8").stdout  # the fit starts at two nodes
 
 
-@pytest.mark.parametrize(
-    "asked, reported",
-    [
-        (["exchange", "--device", "a100"], "no link profile of device 'a100'"),
-        (["exchange", "--device", "h100", "--links", "p6_efa"], "both name a fabric"),
-        (["exchange", "--links", "h800_cx"], "did you mean 'h800_cx7'"),
-        (["exchange", "--ranks", "12"], "12 ranks do not fill nodes of 8"),
-        (["exchange", "--mode", "fast"], "--mode 'fast' is unknown"),
-        (["relay", "--nodes-kept", "9"], "nodes_kept=9 is not in [1, 8]"),
-    ],
-)
+@pytest.mark.parametrize("asked, reported", [
+    (["exchange", "--device", "a100"], "no link profile of device 'a100'"),
+    (["exchange", "--device", "h100", "--links", "p6_efa"], "both name a fabric"),
+    (["exchange", "--links", "h800_cx"], "did you mean 'h800_cx7'"),
+    (["exchange", "--ranks", "12"], "12 ranks do not fill nodes of 8"),
+    (["exchange", "--mode", "fast"], "--mode 'fast' is unknown"),
+    (["relay", "--nodes-kept", "9"], "nodes_kept=9 is not in [1, 8]"),
+])  # fmt: skip
 def test_what_is_out_of_range_is_refused(asked: list[str], reported: str) -> None:
     found = stated(*asked)
     assert found.exit_code == 2 and reported in found.stderr

@@ -166,31 +166,38 @@ def rank_that(number: int, exitcode: int, *stated: bytes, ends: bool = True) -> 
 OPEN: list[Any] = []
 
 
-def test_a_rank_that_dies_before_they_met_is_not_waited_for() -> None:
-    # Rank 0 waits for rank 1 where nothing can report it; it never speaks again.
-    ranks = [rank_that(0, 0, ends=False), rank_that(1, -9)]
-    _watch(ranks, timeout_s=600.0)
-    with pytest.raises(RanksFailed, match="^rank 1 was killed by SIGKILL$"):
-        _verdict(ranks)
+LATE = "rank 1 was still running after the others had ended, and was terminated"
+HANGS = None
 
 
-def test_a_rank_that_hangs_after_another_spoke_is_given_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "timeout_s", "message", "code"),
+    [
+        # Rank 0 waits for rank 1 where nothing can report it; it never speaks again.
+        ([(0, HANGS), (-9,)], 600.0, "rank 1 was killed by SIGKILL", 1),
+        (
+            [(1, b"joined", b"1\nrank 0, phase 'x': late"), (0, b"joined", HANGS)],
+            600.0,
+            f"rank 0, phase 'x': late\n{LATE}",
+            1,
+        ),
+        ([(0, b"joined", b"0\n"), (0, b"joined", HANGS)], 0.05, LATE, 1),
+        ([(2, b"joined", b"2\nwrong\nin two lines")] * 4, 600.0, "wrong\nin two lines", 2),
+        ([(0, b"joined", b"0\n"), (7, b"joined")], 600.0, "rank 1 ended with exit code 7", 1),
+    ],
+)
+def test_what_ranks_meet_is_reported_once_without_a_long_wait(
+    ranks: list[Any], timeout_s: float, message: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ranks: the exit code of each, and what it reports."""
     monkeypatch.setattr("moe_mk.lab.cli.processes.GRACE_S", 0.05)
-    ranks = [rank_that(0, 1, b"joined", b"1\nrank 0, phase 'x': late"), rank_that(1, 0, b"joined", ends=False)]
-    _watch(ranks, timeout_s=600.0)
-    with pytest.raises(
-        RanksFailed, match="^rank 0, phase 'x': late\nrank 1 was still running after the others had ended"
-    ):
-        _verdict(ranks)
-
-
-def test_a_rank_that_outlasts_the_first_one_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_mk.lab.cli.processes.GRACE_S", 0.05)
-    ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 0, b"joined", ends=False)]
-    _watch(ranks, timeout_s=0.05)
-    with pytest.raises(RanksFailed, match="^rank 1 was still running after the others had ended") as caught:
-        _verdict(ranks)
-    assert caught.value.code == 1
+    made = [
+        rank_that(n, exitcode, *filter(None, sent), ends=HANGS not in sent) for n, (exitcode, *sent) in enumerate(ranks)
+    ]
+    _watch(made, timeout_s)
+    with pytest.raises(RanksFailed) as caught:
+        _verdict(made)
+    assert (str(caught.value), caught.value.code) == (message, code)
 
 
 def test_the_first_rank_may_take_its_time_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +205,10 @@ def test_the_first_rank_may_take_its_time_to_verify(monkeypatch: pytest.MonkeyPa
     first = rank_that(0, 0, b"joined", ends=False)
     end = threading.Timer(0.3, lambda: (OPEN[-1].send_bytes(b"0\n"), OPEN[-1].close()))
     end.start()
-    ranks = [first, rank_that(1, 0, b"joined", b"0\n")]
+    ranks = [first, rank_that(1, 0, b"joined", b"1\n")]
     _watch(ranks, timeout_s=0.01)
     end.join()
-    assert _verdict(ranks) == 0
+    assert _verdict(ranks) == 1
 
 
 def late_on_rank_1(folder: Path, place: Place) -> int:
@@ -223,18 +230,3 @@ def test_a_rank_that_sleeps_ends_the_run_within_the_timeout_with_rank_and_phase(
     assert late == "rank 1 was still running after the others had ended, and was terminated"
     assert caught.value.code == 1
     assert time.monotonic() - started < 60, "2 s late, 2 s of grace; the rest is starting Python twice"
-
-
-def test_the_same_failure_of_many_is_reported_once() -> None:
-    ranks = [rank_that(rank, 2, b"joined", b"2\nwrong\nin two lines") for rank in range(4)]
-    _watch(ranks, timeout_s=600.0)
-    with pytest.raises(RanksFailed, match="^wrong\nin two lines$") as caught:
-        _verdict(ranks)
-    assert caught.value.code == 2
-
-
-def test_an_unexpected_end_has_its_code_reported() -> None:
-    ranks = [rank_that(0, 0, b"joined", b"0\n"), rank_that(1, 7, b"joined")]
-    _watch(ranks, timeout_s=600.0)
-    with pytest.raises(RanksFailed, match="^rank 1 ended with exit code 7$"):
-        _verdict(ranks)

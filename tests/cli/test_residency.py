@@ -9,11 +9,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 
 from moe_mk import DeepseekV3MoE
+from moe_mk.flight import Flight
 from moe_mk.lab.checkpoints import CheckpointShape, stores, write_checkpoint
+from moe_mk.lab.cli import measure
 from moe_mk.lab.cli.options import bytes_of
+from moe_mk.lab.cli.residency import PagedSteps, _over_ranks, residency_table
 from moe_mk.lab.plan.residency import Machine, Recorded, simulate
+from moe_mk.trace.recorder import STAGES
 from tests.cli.conftest import Invoke, moe_mk, printed, usage_error
 from tests.layer.native import NEEDS_COMPILER
 
@@ -34,6 +39,7 @@ def test_a_store_is_written_once_and_found_by_the_layer(
 ) -> None:
     (file,) = store.iterdir()
     before = file.stat()
+    assert "there already" in printed("convert", tiny, store, "--store")
     again = json.loads(invoke("convert", tiny, store, "--store", "--json").stdout)
     assert [(each["layer"], each["rank"], each["written"]) for each in again["stores"]] == [(3, 0, False)]
     assert again["stores"][0]["num_bytes"] == before.st_size and list(store.iterdir()) == [file]
@@ -84,12 +90,14 @@ def test_convert_takes_one_of_both(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_anything_is_written(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Mock(free=1_000_000))
     refused = usage_error("convert", tiny, tmp_path / "s", "--store")
     assert "1 MB are free" in refused and "name another folder" in refused
     assert not (tmp_path / "s").exists()
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: Mock(free=0))
+    assert "there already" in printed("convert", tiny, store, "--store")
 
 
 def test_wrong_stores_are_errors(tiny: Path, store: Path, invoke: Invoke, tmp_path: Path) -> None:
@@ -115,10 +123,10 @@ def figures(*words: object) -> dict[str, Any]:
 @pytest.mark.row(173)
 @pytest.mark.parametrize("policy", ["lru", "decayed"])
 def test_measured_reads_are_those_that_the_simulator_predicts(tiny: Path, store: Path, policy: str) -> None:
-    words = ("bench", tiny, "--memory", "1.2MB", "--store", store, "--tokens", "1,4", "--steps", 24, "--json")
+    words = ("bench", tiny, "--memory", "1.2MB", "--store", store, "--tokens", "1,4", "--steps", 25, "--json")
     for result in figures(*words, "--set", f"kernel.residency.policy={policy}")["results"]:
         found = result["residency"]
-        assert (found["policy"], found["steps"]) == (policy, 12)
+        assert (found["policy"], found["steps"]) == (policy, 13)
         assert found["slots"] == 1_200_000 // found["record_bytes"]
         measured, predicted, optimum, _ = found["rows"]
         if result["tokens"] == 1:
@@ -155,6 +163,27 @@ def test_steps_are_counted_one_by_one() -> None:
     assert one.by_step == [(2, 2, 0), (1, 0, 1)] and len(one.seconds) == 2
 
 
+def both(row: torch.Tensor, *_: object) -> Flight[torch.Tensor]:
+    """Another rank has three times as much."""
+    yield from ()
+    return torch.cat([row, 3 * row])
+
+
+def test_counts_are_those_of_all_ranks_and_times_those_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _over_ranks("x", [(2, 1, 100, 1.0), (6, 6, 0, 2.0)], team := Mock(size=2, all_gather=both))
+    assert found == PagedSteps("x", [8.0, 24.0], [4.0, 24.0], [400.0, 0.0], [3.0, 6.0])
+    Console().print(table := residency_table({"steps": 2, "rows": [found.as_dict()]}, 4))
+    assert [[*column.cells] for column in table.columns] == [["x"], ["87.5 %"], ["200 B"], ["4500"], ["0.8889"]]
+    own = {stage: 2.0**bit for bit, stage in enumerate(STAGES)}
+    monkeypatch.setattr(measure, "own_seconds", lambda _: own)
+    times = measure.time_stages(layer := Mock(device=torch.device("cpu")), Mock(), team, 3)
+    together = {"experts": ("permute", "experts", "reduce"), "combine": ("combine", "late_reduce"), "other": ("other",)}
+    for stage, milliseconds in times.stages.items():
+        assert milliseconds == 3e3 * sum(own.get(each, 0.0) for each in together.get(stage, (stage,)))
+    samples = [dict.fromkeys((*measure.SHOWN, "total"), seconds) for seconds in (1.0, 9.0, 2.0)]
+    assert layer.call_count == 4 and measure.stage_times(samples, team).total == 6e3
+
+
 def test_run_states_hits_and_reads_beside_the_verdict(tiny: Path, store: Path) -> None:
     done = printed("run", tiny, "--memory", "1MB", "--store", store, "--tokens", 12, "--repeats", 1)
     assert "9 of 32 experts in memory; under uniform routing" in done
@@ -166,6 +195,8 @@ def test_a_budget_of_less_than_one_expert_names_the_least(tiny: Path, store: Pat
     assert refused.exit_code == 2 and "is less than one expert of 102 kB" in refused.stderr
     least = refused.stderr.split("give at least ")[1].strip()
     assert invoke("run", tiny, "--memory", least, "--store", store, "--tokens", 1, "--repeats", 1).exit_code == 0
+    twice = usage_error("run", tiny, "--memory", "9kB", "--store", store, "--ranks", 2).split("give at least ")[1]
+    assert bytes_of("--memory", twice.strip()) == pytest.approx(2 * bytes_of("--memory", least), rel=0.02)
     less = str(bytes_of("--memory", least) - 1000)
     assert invoke("run", tiny, "--memory", less, "--store", store, "--tokens", 1).exit_code == 2
     assert "less than one expert" in usage_error("bench", tiny, "--memory", "9kB", "--store", store)

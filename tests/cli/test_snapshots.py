@@ -34,43 +34,32 @@ def verbs(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def shape_of(value: Any) -> Any:
-    """Keys and types: of a list the shape of its items together, numbers alike."""
-    if isinstance(value, dict):
-        return {key: shape_of(held) for key, held in sorted(value.items())}
-    if isinstance(value, list):
-        merged: Any = None
-        for held in value:
-            merged = together(merged, shape_of(held))
-        return [] if merged is None else [merged]
-    if isinstance(value, bool) or value is None:
-        return "bool" if isinstance(value, bool) else "null"
-    return "number" if isinstance(value, int | float) else "text"
+def paths(value: Any, at: str = "") -> dict[str, str]:
+    """The kind of each value by its path; of the items of a list what all of them have. Numbers are alike."""
+    if isinstance(value, dict) and value:
+        return {at: "keys"} | {
+            path: kind for key, held in value.items() for path, kind in paths(held, f"{at}.{key}").items()
+        }
+    if isinstance(value, list) and value:
+        each = [paths(held, f"{at}[]") for held in value]
+        common = set.intersection(*map(set, each))
+        kinds = {path: [one[path] for one in each] for path in common}
+        return {at: "list"} | {path: next((k for k in found if k != "null"), "null") for path, found in kinds.items()}
+    if isinstance(value, bool) or value in (None, [], {}):
+        return {at: "bool" if isinstance(value, bool) else "null"}
+    return {at: "number" if isinstance(value, int | float) else "text"}
 
 
-def together(one: Any, other: Any) -> Any:
-    """What two items of a list have in common: keys that both have."""
-    if one is None or one == other:
-        return other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {key: together(one[key], other[key]) for key in one.keys() & other.keys()}
-    if isinstance(one, list) and isinstance(other, list):
-        return [together(one[0], other[0])] if one and other else one or other
-    return other if one == "null" else one
-
-
-def missing(before: Any, now: Any, path: str = "") -> list[str]:
-    """What a script would miss: keys that are gone, types that changed. "null" may become anything and back."""
-    if "null" in (before, now) or before in ([], {}):
-        return []
-    if isinstance(before, dict) and isinstance(now, dict):
-        gone = [f"{path}.{key} is gone" for key in sorted(before.keys() - now.keys())]
-        return gone + [
-            line for key in before.keys() & now.keys() for line in missing(before[key], now[key], f"{path}.{key}")
-        ]
-    if isinstance(before, list) and isinstance(now, list):
-        return missing(before[0], now[0], f"{path}[]") if before and now else []
-    return [] if before == now else [f"{path} was {before}, is {now}"]
+def missing(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What a script would miss: keys that are gone, kinds that changed. "null" may become anything and back."""
+    open_ends = {path for path, kind in now.items() if kind == "null"}
+    return [
+        f"{path} was {kind}, is {now.get(path, 'gone')}"
+        for path, kind in sorted(before.items())
+        if not any(path[:n] in open_ends for n in range(len(path) + 1))
+        and kind != now.get(path)
+        and (kind != "null" or path not in now)
+    ]
 
 
 def answer(arguments: list[str]) -> Any:
@@ -92,7 +81,7 @@ DATA: dict[str, Callable[[Any], Any]] = {
 
 def snapshot(verb: str, folder: Path) -> Any:
     stated = answer(verbs(folder)[verb])
-    return shape_of(DATA.get(verb, lambda whole: whole)(stated))
+    return paths(DATA.get(verb, lambda whole: whole)(stated))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +98,10 @@ def test_the_json_of_a_verb_keeps_its_keys(verb: str, folder: Path) -> None:
 
 
 def test_a_key_that_goes_is_noticed() -> None:
-    before = shape_of({"a": 1, "b": [{"c": "x", "d": None}]})
-    assert missing(before, shape_of({"a": 2.5, "b": [{"c": "y", "d": 1, "e": 0}]})) == []
-    assert missing(before, shape_of({"b": [{"d": 1}]})) == [".a is gone", ".b[].c is gone"]
-    assert missing(before, shape_of({"a": "one", "b": []})) == [".a was number, is text"]
+    before = paths({"a": 1, "b": [{"c": "x", "d": None}]})
+    assert missing(before, paths({"a": 2.5, "b": [{"c": "y", "d": 1, "e": 0}]})) == []
+    assert missing(before, paths({"b": [{"d": 1}]})) == [".a was number, is gone", ".b[].c was text, is gone"]
+    assert missing(before, paths({"a": "one", "b": []})) == [".a was number, is text"]
 
 
 def main() -> None:

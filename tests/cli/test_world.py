@@ -7,6 +7,7 @@ import pytest
 from moe_mk.comm import ParallelGroups
 from moe_mk.comm.single import SingleRank
 from moe_mk.errors import CommError, ConfigError, UnsupportedError
+from moe_mk.flight import Flight
 from moe_mk.lab.cli import environment
 from moe_mk.lab.cli.exits import RanksFailed
 from moe_mk.lab.cli.world import Place, groups_of, together, world_of
@@ -42,11 +43,12 @@ def test_threads_are_never_less_than_one() -> None:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_launcher_states_who_is_where() -> None:
+def test_a_launcher_states_who_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 64)
     world = world_of(None, 2)
     assert (world.size, world.ep, world.prints) == (8, 4, False)
     assert world.place(0) == Place(rank=5, size=8, tp=2, local_rank=1)
-    assert world.threads == max(1, environment.usable_cores() // 4)
+    assert world.threads == 16
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -56,10 +58,19 @@ def test_a_launcher_is_not_contradicted() -> None:
         world_of(2, 1)
 
 
+def texts(mine: str, _: str) -> Flight[list[str]]:
+    yield from ()
+    return [mine, "2 first", "3 second"]
+
+
 def test_a_step_alone_keeps_its_words_and_its_code() -> None:
     assert together(SingleRank(), lambda: 7) == 7
     with pytest.raises(RanksFailed, match="^cannot\n  - this\n  - that$") as caught:
         together(SingleRank(), Mock(side_effect=UnsupportedError("cannot", ["this", "that"])))
     assert caught.value.code == 3
+    everyone = Mock(size=3, gather_texts=texts)
+    with pytest.raises(RanksFailed, match="^rank 1: first$") as caught:
+        together(everyone, lambda: 7)
+    assert caught.value.code == 2
     with pytest.raises(CommError, match="gone"):
         together(SingleRank(), Mock(side_effect=CommError("gone", rank=0, phase="dispatch")))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_mk.lab.deepep_buffer import Buffer
+from moe_mk.lab.deepep_buffer.calls import EventOverlap
 from moe_mk.lab.testing.on_ranks import RankWorld
 from tests.deepep_buffer import deepep_script
 from tests.deepep_buffer.deepep_script import BIASES, MOST, expert_weights, inputs
@@ -82,37 +83,28 @@ def test_a_low_latency_script_equals_a_dense_computation(world: RankWorld, use_f
 
 REFUSED = {
     "enable_shrink": "UnsupportedError: .*enable_shrink: the engine has no rank mask",
-    "comm": "UnsupportedError: .*comm: give a process group",
-    "no group": "ConfigError: .*group is None",
-    "pair": r"UnsupportedError: .*pair \(fp8, scales\)",
-    "worst": "UnsupportedError: .*num_worst_tokens",
+    "comm": "UnsupportedError: .*comm: give a process group", "no group": "ConfigError: .*group is None",
+    "pair": r"UnsupportedError: .*pair \(fp8, scales\)", "worst": "UnsupportedError: .*num_worst_tokens",
     "missing": "ConfigError: .*num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_weights must be",
     "other layout": "ConfigError: .*is_token_in_rank is not that of topk_idx",
     "tokens": f"ShapeError: .*the buffer takes {MOST} of each rank",
     "stream": "ConfigError: .*allocate_on_comm_stream needs previous_event and async_finish",
-    "experts": "ConfigError: .*experts do not divide over",
-    "ids": "ConfigError: .*topk_idx must be -1, or 0 <= id <",
+    "experts": "ConfigError: .*experts do not divide over", "ids": "ConfigError: .*topk_idx must be -1, or 0 <= id <",
     "dtype": "ShapeError: x has dtype torch.float32, expected torch.bfloat16",
     "combine weights": "UnsupportedError: .*topk_weights: weights are not reduced",
-    "combine rows": "ShapeError: x has R=",
-    "ue8m0": "UnsupportedError: .*use_ue8m0: scales are f32",
+    "combine rows": "ShapeError: x has R=", "ue8m0": "UnsupportedError: .*use_ue8m0: scales are f32",
     "wait stats": "UnsupportedError: .*dispatch_wait_recv_cost_stats",
     "both": "ConfigError: .*async_finish and return_recv_hook exclude each other",
-    "mode": "ConfigError: .*low_latency_mode=True",
-    "too many": "ShapeError: .*raise it on all ranks",
-    "twice": "ConfigError: .*names an expert twice",
-    "columns": "ShapeError: x has H=100, which use_fp8 needs",
+    "mode": "ConfigError: .*low_latency_mode=True", "too many": "ShapeError: .*raise it on all ranks",
+    "twice": "ConfigError: .*names an expert twice", "columns": "ShapeError: x has H=100, which use_fp8 needs",
     "logfmt": "UnsupportedError: .*use_logfmt: .*zero_copy: ",
-    "other ids": "ConfigError: .*topk_idx is not that of the dispatch",
-    "mask": "UnsupportedError: .*no rank mask",
-    "zero copy": "UnsupportedError: .*zero-copy",
-    "odd": "ConfigError: .*3 must be even",
+    "other ids": "ConfigError: .*topk_idx is not that of the dispatch", "mask": "UnsupportedError: .*no rank mask",
+    "zero copy": "UnsupportedError: .*zero-copy", "odd": "ConfigError: .*3 must be even",
     "destroy": "ConfigError: .*explicitly_destroy=False",
     "combined": "ConfigError: .*every dispatch of this handle was combined",
-    "low combined": "ConfigError: .*combine each handle once",
-    "destroyed": "ConfigError: the buffer was destroyed",
+    "low combined": "ConfigError: .*combine each handle once", "destroyed": "ConfigError: the buffer was destroyed",
     "works": "True",
-}
+}  # fmt: skip
 
 
 @pytest.mark.row(160)
@@ -150,3 +142,12 @@ def test_positional_arguments_are_those_of_deep_ep(name: str) -> None:
     parameters = inspect.signature(getattr(Buffer, name)).parameters.values()
     ours = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
     assert ours == SIGNATURES[name].split()
+
+
+def test_hooks_run_once_after_the_next_wait() -> None:
+    event, ran = EventOverlap(), list[int]()
+    event.register_hook_after_wait(lambda: ran.append(1))
+    with event:
+        assert not ran
+    event.current_stream_wait()
+    assert ran == [1]

@@ -17,29 +17,14 @@ KINDS = {
     "shared": {"kind": "int4_g32_zp", "shared": True, "tp": 2, "ep": 2, "groups": 2},
 }
 GENERAL = {
-    "gate and up swapped": "w13",
-    "interleaved for concatenated": "w13",
-    "scale dropped": "w13",
-    "scale squared": "w13",
-    "scale squared, w2": "w2",
-    "scale of another expert": "w13",
-    "bias in the weights": "weights",
-    "never renormalised": "weights",
-    "renormalised twice": "weights",
-    "routed scaling missing": "weights",
-    "routed scaling twice": "weigh-and-sum",
-    "order of tokens": "weigh-and-sum",
-    "order of tokens, input": "quantise",
-    "K block skipped": "w13",
-    "K block skipped, w2": "w2",
-    "padding leaks": "weigh-and-sum",
-    "stale row": "weigh-and-sum",
-    "stale weight": "w2",
-    "activation of another family": "activation",
-    "tokens beyond a bucket's edge": "weigh-and-sum",
-    "bias not used to choose": "top-k",
-    "experts shifted": "w13",
-}
+    "gate and up swapped": "w13", "interleaved for concatenated": "w13", "scale dropped": "w13", "scale squared": "w13",
+    "scale squared, w2": "w2", "scale of another expert": "w13", "bias in the weights": "weights",
+    "never renormalised": "weights", "renormalised twice": "weights", "routed scaling missing": "weights",
+    "routed scaling twice": "weigh-and-sum", "order of tokens": "weigh-and-sum", "order of tokens, input": "quantise",
+    "K block skipped": "w13", "K block skipped, w2": "w2", "padding leaks": "weigh-and-sum",
+    "stale row": "weigh-and-sum", "stale weight": "w2", "activation of another family": "activation",
+    "tokens beyond a bucket's edge": "weigh-and-sum", "bias not used to choose": "top-k", "experts shifted": "w13",
+}  # fmt: skip
 """The stage of each fault that every layer can have."""
 SPECIAL = {
     "formats": {"scale transposed": "w13", "group of another size": "w13", "groups ignored": "groups"},

@@ -229,13 +229,8 @@ class FusedMoE(nn.Module):
     """What SGLang 0.5.23 has of a rank with whole experts."""
 
     hidden_size, num_experts, intermediate_size_per_partition, moe_tp_size, moe_tp_rank, moe_ep_rank = (
-        64,
-        6,
-        32,
-        1,
-        0,
-        0,
-    )
+        64, 6, 32, 1, 0, 0,
+    )  # fmt: skip
     dispatcher = None
     moe_runner_config = SimpleNamespace(activation="silu", is_gated=True, routed_scaling_factor=2.5)
 

@@ -48,6 +48,31 @@ def test_stages_behind_a_recorded_sum_over_slices_begin_with_that_sum():
     assert layer.tp == 4 and judge(layer.case(record=INTERMEDIATE)).right
 
 
+def stated_otherwise():
+    """Calls as other engines record them: what states that, the tensors that it changes, where to look without it."""
+    call = Layer(shared=True, scoring="softmax", bias=False, tokens=3, seed=3).case(
+        record=(*INTERMEDIATE, "shared_out")
+    )
+    places, scale = torch.arange(2 * call.model.moe_intermediate_size), torch.tensor([1.0, 2.0] * 4)
+    for order, at in (("up_gate", places.roll(256)), ("interleaved", places.view(2, -1).T.flatten())):
+        shared = {"shared_w13": call.shared_w13[:, at]}
+        yield "activation", call, {"order": order}, {"w13": call.w13[:, at], "w13_out": call.w13_out[..., at], **shared}
+    yield "gate", call, {"logit_bias": torch.full((8,), 3.0)}, {"router_logits": call.router_logits + 3}
+    weights, w2_out = call.topk_weights * scale[call.topk_ids], call.w2_out / scale[call.topk_ids][..., None]
+    scaled = {"topk_weights": weights, "w2_out": w2_out.bfloat16(), "w2": (call.w2 / scale[:, None, None]).bfloat16()}
+    yield "weights", call, {"expert_scale": scale}, scaled
+    gate, half = {"shared_gate": torch.zeros(256)}, {"model": call.model.model_copy(update={"shared_scale": 0.5})}
+    for states, times in ((gate, 2), (half, 2), (gate | half, 4)):
+        yield "shared", call, states, {"shared_w2": times * call.shared_w2}
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_what_a_case_states_belongs_to_the_call(number):
+    stage, call, states, tensors = [*stated_otherwise()][number]
+    assert judge(replace(call, **states, **tensors).checked()).right
+    assert judge(replace(call, **tensors).checked()).stage == stage
+
+
 def experts_case(layer, backend):
     """The case with the output of an experts backend of this library."""
     case = layer.case()

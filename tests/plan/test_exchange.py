@@ -20,6 +20,8 @@ def test_bytes_inside_nodes_by_hand() -> None:
     assert Exchange(128, 16, nodes_kept=None).near_bytes("latency", "dispatch") == 128 * 8 * 7408 / 2
     one = Exchange(128, 8, nodes_kept=None)
     assert one.near_bytes("latency", "dispatch") == one.num_bytes("latency", "dispatch")
+    # Where one node of eight is kept, all experts of a token are on its 8 ranks.
+    assert Exchange(1, 64, nodes_kept=1).near_bytes("throughput", "dispatch") == distinct_groups(32, 8, 8) * 7392
 
 
 def test_impossible_exchanges_are_refused_with_all_reasons() -> None:

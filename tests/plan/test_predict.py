@@ -146,6 +146,8 @@ def test_without_anything_published_links_give_the_time() -> None:
     across = predict(bare, Exchange(100, 16), "latency", "combine")
     assert across.us == pytest.approx(100 * 8 * 14336 * (0.5 / 10e3 + 0.5 / 100e3))
     assert "rates of the links" in across.basis
+    bases = [predict(link_profile("p5en_efa"), Exchange(4096, n), "throughput", "combine").basis for n in (4, 8)]
+    assert ["published" in basis for basis in bases] == [False, True], "of as many ranks"
 
 
 def test_unknown_names_and_rows_are_reported() -> None:
@@ -247,8 +249,9 @@ def test_devices_have_links_with_a_fixed_cost_inside_a_node(device: str) -> None
     )
     assert far.us > near[1] and "between nodes" in far.basis
     assert "values of other tables that no constant was fitted to" in far.basis
-    with pytest.raises(ConfigError, match="no link profile of device 'a100'"):
-        links_of_device("a100")
+    for name in ("a100", "h800_cx7"):  # which is a table
+        with pytest.raises(ConfigError, match=f"no link profile of device '{name}'"):
+            links_of_device(name)
 
 
 def test_forwarding_inside_nodes_is_the_limit_of_two_nodes_of_h800() -> None:

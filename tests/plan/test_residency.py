@@ -11,16 +11,7 @@ import torch
 from moe_mk.errors import ConfigError
 from moe_mk.experts.residency import POLICIES
 from moe_mk.lab.cli.options import bytes_of, enough
-from moe_mk.lab.plan.residency import (
-    Machine,
-    Outcome,
-    Recorded,
-    Step,
-    compare,
-    simulate,
-    simulate_page_cache,
-    steps_of,
-)
+from moe_mk.lab.plan.residency import Machine, Outcome, Recorded, Step, compare, simulate, simulate_page_cache, steps_of
 from moe_mk.lab.trace.routing import RoutingTrace, TracedForward, TraceError, TraceFacts
 from tests.cli.conftest import moe_mk, rows_of, usage_error
 
@@ -107,6 +98,8 @@ def test_a_prefetch_reads_only_while_the_disk_is_idle() -> None:
     none, known = (simulate(trace, machine, 1, "lru", prefetch) for prefetch in ("none", "known"))
     assert none.step_s == pytest.approx(2 + 1 + 2) and known.step_s == pytest.approx(2 + 2)
     assert known.hits == known.uses and known.right == known.predicted and not known.wasted
+    # Of two experts of the next layer, one slot has room for the first: one in each of two counted steps.
+    assert simulate(Recorded([[(0,), (0, 1)]] * 4, 3, 1), machine, 1, "lru", "known").predicted == 2
     # Expert 1 of layer 1 is prefetched for nothing, evicted for 2, then read by a call and evicted again: wasted once.
     early, steps = ([[(), ()]] * 3 + [[(0,), (one,)] for one in each] for each in ((1, 2, 1), (2, 1, 2)))
     assert simulate(Recorded(steps, 3, 1, early=early), machine, 1, "lru", "gate").wasted == 1
@@ -214,6 +207,8 @@ def test_fit_prints_rates_by_slots_and_the_time_of_every_policy(tmp_path: Path) 
     stated = json.loads(moe_mk(*words, "--json").stdout)
     size = 3 * 7168 * 2048 * (1 + 4 / 128**2)
     assert (stated["expert_bytes"], stated["steps"], stated["pool_slots"]) == (size, 3, 18)
+    odd = json.loads(moe_mk(*words, "--memory", "90GB", "--tokens", "4", "--json").stdout)
+    assert (odd["steps"], odd["pool_slots"]) == (2, 32)
     trace = Recorded(steps_of(RoutingTrace.read(file), 2), 16, 2)
     found = compare(trace, Machine(int(size), 2e9, 9e9, 5e-5, 1e9), 9, list(POLICIES), 18)
     for own, one, row in zip(found, stated["outcomes"], rows_of(done.stdout, "policy"), strict=True):

@@ -4,7 +4,7 @@ import pytest
 
 from moe_mk.config import device_profile, load_config
 from moe_mk.errors import ConfigError
-from moe_mk.lab.plan.roofline import LayerShape, Rates, floors, layer_us, main
+from moe_mk.lab.plan.roofline import LayerShape, Rates, experts_us, floors, layer_us, main
 
 PEAK = Rates(memory_gbs=4300.0, fp8_tflops=1979.0, bf16_tflops=790.0)
 PRACTICAL = Rates(memory_gbs=4300.0, fp8_tflops=1550.0, bf16_tflops=790.0)
@@ -26,20 +26,16 @@ def test_one_expert_by_hand() -> None:
     assert "shared" not in found
 
 
-@pytest.mark.parametrize(
-    "ep,tokens,hit,w13,w2,shared,total,practical,bound",
-    [
-        (1, 1, 8.0, 54.6, 27.3, 10.3, 93.1, 93.1, "memory"),
-        (1, 64, 222.4, 1519.6, 761.6, 10.6, 2295.1, 2295.1, "memory"),
-        (1, 1024, 256.0, 1754.2, 905.5, 45.6, 2746.2, 2758.8, "memory"),
-        (1, 4096, 256.0, 1771.5, 999.5, 182.3, 3117.1, 3167.6, "memory"),
-        (1, 16384, 256.0, 3889.1, 1944.6, 729.2, 7217.9, 9034.4, "compute"),
-        (8, 8, 27.8, 190.0, 95.2, 10.3, 296.5, 296.5, "memory"),
-        (8, 1024, 32.0, 243.1, 140.6, 45.6, 439.5, 533.9, "compute"),
-        (32, 128, 8.0, 56.9, 31.2, 11.0, 101.1, 101.1, "memory"),
-        (32, 8192, 8.0, 1944.6, 972.3, 364.6, 3363.2, 4271.4, "compute"),
-    ],
-)
+@pytest.mark.parametrize("ep,tokens,hit,w13,w2,shared,total,practical,bound", [
+    (1, 1, 8.0, 54.6, 27.3, 10.3, 93.1, 93.1, "memory"), (1, 64, 222.4, 1519.6, 761.6, 10.6, 2295.1, 2295.1, "memory"),
+    (1, 1024, 256.0, 1754.2, 905.5, 45.6, 2746.2, 2758.8, "memory"),
+    (1, 4096, 256.0, 1771.5, 999.5, 182.3, 3117.1, 3167.6, "memory"),
+    (1, 16384, 256.0, 3889.1, 1944.6, 729.2, 7217.9, 9034.4, "compute"),
+    (8, 8, 27.8, 190.0, 95.2, 10.3, 296.5, 296.5, "memory"),
+    (8, 1024, 32.0, 243.1, 140.6, 45.6, 439.5, 533.9, "compute"),
+    (32, 128, 8.0, 56.9, 31.2, 11.0, 101.1, 101.1, "memory"),
+    (32, 8192, 8.0, 1944.6, 972.3, 364.6, 3363.2, 4271.4, "compute"),
+])  # fmt: skip
 def test_published_rows(
     ep: int, tokens: int, hit: float, w13: float, w2: float, shared: float, total: float, practical: float, bound: str
 ) -> None:
@@ -49,6 +45,7 @@ def test_published_rows(
     for op, expected in (("w13", w13), ("w2", w2), ("shared", shared)):
         assert found[op].us == pytest.approx(expected, abs=0.06), op
     assert layer_us(shape, tokens, PEAK) == pytest.approx(total, abs=0.15)
+    assert experts_us(shape, tokens, PEAK) == pytest.approx(w13 + w2, abs=0.12)
     assert layer_us(shape, tokens, PRACTICAL) == pytest.approx(practical, abs=0.15)
     assert {floor.op: floor.bound for floor in floors(shape, tokens, PRACTICAL)}["w13"] == bound
 
@@ -72,3 +69,6 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert head.startswith("| tokens a rank | experts hit |")
     assert eight.startswith("| 8 | 27.8 | 2.3 |") and "| 190.0 | 95.2 |" in eight
     assert many.startswith("| 1024 | 32.0 | 256.0 |") and many.endswith("| compute |")
+    options = "--config=tiny --device=b200 --ep=4 --tokens=3 --memory-gbs=1 --fp8-tflops=1".split()
+    printed = {(main(more), capsys.readouterr().out)[1] for more in ([], *([option] for option in options))}
+    assert len(printed) == 1 + len(options), "every option counts"

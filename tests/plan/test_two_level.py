@@ -28,13 +28,8 @@ def test_the_worked_example() -> None:
 @pytest.mark.row(147)
 def test_the_gain_grows_with_the_batch() -> None:
     table = {
-        1: (2.9, 5.4),
-        8: (23.1, 43.0),
-        16: (46.3, 86.1),
-        32: (92.5, 172.2),
-        64: (185.1, 344.4),
-        128: (370.1, 688.8),
-    }
+        1: (2.9, 5.4), 8: (23.1, 43.0), 16: (46.3, 86.1), 32: (92.5, 172.2), 64: (185.1, 344.4), 128: (370.1, 688.8),
+    }  # fmt: skip
     saved = []
     for tokens, (relayed, mesh) in table.items():
         relay = replace(EXAMPLE, tokens=tokens)

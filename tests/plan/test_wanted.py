@@ -8,7 +8,7 @@ import pytest
 
 from moe_mk import ConfigError, Problem
 from moe_mk.lab.plan import wanted
-from moe_mk.lab.plan.wanted import Change, ways_to
+from moe_mk.lab.plan.wanted import Change, Way, ways_to
 from tests.cli.conftest import moe_mk, printed
 from tests.support import problems
 
@@ -42,20 +42,20 @@ def test_changes_by_hand() -> None:
 
 def test_another_device_is_no_change_where_it_is_excluded() -> None:
     ways, reasons = ways_to(problem(ep=8), "cpu_native", most_changes=2, other_devices=False)
-    assert not ways and any("runs on cpu" in reason for reason in reasons)
+    assert not ways and reasons == ["device: runs on cpu, this device is cuda"], "those of the nearest set"
+    kinds = "setting", "package", "device"
+    weights = [Way(tuple(Change(kinds[at], "") for at in each), decision=None).weight for each in ((1, 1), (0, 2))]
+    assert weights == sorted(weights), "another device is the last resort"
 
 
 @pytest.mark.row("N2")
-@pytest.mark.parametrize(
-    "given, want",
-    [
-        ({"ep": 1, "graphs": True}, "deepep_ht + triton"),
-        ({"ep": 8, "deterministic": True, "tiles": 2}, "deepep_ll + triton"),
-        ({"ep": 4, "graphs": True, "invariant": True}, "replicated + triton"),
-        ({"device": "mi300x", "ep": 8, "num_tokens": 2048, "graphs": True}, "deepep_ht + triton"),
-        ({"device": "cpu", "ep": 1}, "hierarchical + torch_cpu"),
-    ],
-)
+@pytest.mark.parametrize("given, want", [
+    ({"ep": 1, "graphs": True}, "deepep_ht + triton"),
+    ({"ep": 8, "deterministic": True, "tiles": 2}, "deepep_ll + triton"),
+    ({"ep": 4, "graphs": True, "invariant": True}, "replicated + triton"),
+    ({"device": "mi300x", "ep": 8, "num_tokens": 2048, "graphs": True}, "deepep_ht + triton"),
+    ({"device": "cpu", "ep": 1}, "hierarchical + torch_cpu"),
+])  # fmt: skip
 def test_no_smaller_set_suffices_and_none_of_that_size_is_missed(
     given: dict[str, object], want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,8 +154,11 @@ def test_what_is_no_pair_is_refused() -> None:
         bisect("no_ep", "all_to_all", replace(SCENE, ranks=2))
     with pytest.raises(ConfigError, match=r"no experts backend is called 'torch_cpx'; did you mean 'torch_cpu'"):
         bisect("torch_cpx", "reference", SCENE)
-    with pytest.raises(ConfigError, match=r"--experts 6 must divide over --ranks 4"):
-        scene_of(replace(ORDER, ranks=4))
+    for wrong in ({"ranks": 4}, {"top_k": 7}):
+        with pytest.raises(ConfigError, match=r"--experts 6 must divide over --ranks \d and be at least --top-k \d"):
+            scene_of(replace(ORDER, **wrong))
+    other = scene_of(replace(ORDER, top_k=6, seed=1))
+    assert other.routing.ids_TK.shape == (12, 6) and not torch.equal(other.x_TH, SCENE.x_TH)
 
 
 def test_the_command_reports_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:

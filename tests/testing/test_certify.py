@@ -82,14 +82,11 @@ def test_the_larger_cases_have_the_sizes_of_their_names() -> None:
     assert many.expert_map.num_slots(0) == 257 and int(many.logical_ids[0].max()) == 256
 
 
-@pytest.mark.parametrize(
-    ("value", "law", "stated"),
-    [
-        ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
-        ("tests.testing.test_certify:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
-        ("tests.testing.test_certify:json", "signature", "is not a subclass of PrepareFinalize"),
-    ],
-)
+@pytest.mark.parametrize(("value", "law", "stated"), [
+    ("no_such_module:Plugin", "loads", "ModuleNotFoundError"),
+    ("tests.testing.test_certify:WrongSignature", "signature", r"prepare\(self, hidden_states, routing, extra\)"),
+    ("tests.testing.test_certify:json", "signature", "is not a subclass of PrepareFinalize"),
+])  # fmt: skip
 def test_a_plugin_that_cannot_be_loaded_gets_a_certificate_that_states_so(
     monkeypatch: pytest.MonkeyPatch, value: str, law: str, stated: str
 ) -> None:

@@ -87,15 +87,10 @@ def report() -> Report:
 
 
 @pytest.mark.row("N9")
-@pytest.mark.parametrize(
-    ("transport", "outcome"),
-    [
-        ("broken_hangs", "hang"),
-        ("broken_changes_type", "untyped error"),
-        ("broken_aborts", "abort"),
-        ("broken_swallows", "WRONG"),
-    ],
-)
+@pytest.mark.parametrize(("transport", "outcome"), [
+    ("broken_hangs", "hang"), ("broken_changes_type", "untyped error"), ("broken_aborts", "abort"),
+    ("broken_swallows", "WRONG"),
+])  # fmt: skip
 def test_each_wrong_answer_to_a_dead_peer_gets_its_outcome(report: Report, transport: str, outcome: str) -> None:
     (result,) = (one for one in report.worlds if one.plan.transport == transport)
     assert {row.outcome for row in result.bad} == {outcome}, result.bad

@@ -40,47 +40,31 @@ def rewritten(
     return folder / "bad.safetensors"
 
 
-@pytest.mark.parametrize("text", ["{", "1" * 5000, "[" * 100_000, ""], ids=len)
-def test_a_header_that_is_no_json_is_reported(tmp_path: Path, text: str) -> None:
-    with pytest.raises(TraceError, match="has a header that is not JSON"):
-        RoutingTrace.read(rewritten(tmp_path, lambda stated: text))
+def stating(**facts: Any) -> Callable[[dict[str, Any]], str]:
+    return lambda stated: json.dumps(stated | facts)
 
 
-def test_a_version_of_thousands_of_digits_is_from_the_future(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"has version '9{20}', this library reads up to 1"):
-        RoutingTrace.read(rewritten(tmp_path, json.dumps, version="9" * 5000))
+NO_JSON = "has a header that is not JSON"
 
 
-@pytest.mark.parametrize(
-    "facts,problem",
-    [
-        ({"num_experts": "4"}, "num_experts is a str, expected a whole number"),
-        ({"num_experts": None, "model": 3}, "num_experts is a NoneType, .*model is a int, expected a text"),
-        ({"top_k": 2.5}, "top_k is a float"),
-        ({"num_ranks": True}, "num_ranks is a bool"),
-        ({"num_experts": 2**40}, f"num_experts is above {MOST}"),
-        ({"num_ranks": 2**40}, f"num_ranks is above {MOST}"),
-    ],
-)
-def test_facts_of_another_kind_are_reported(tmp_path: Path, facts: dict[str, Any], problem: str) -> None:
-    with pytest.raises(TraceError, match=problem):
-        RoutingTrace.read(rewritten(tmp_path, lambda stated: json.dumps(stated | facts)))
-
-
-@pytest.mark.parametrize(
-    "tensors,problem",
-    [
-        ({"tokens_X": torch.tensor([2, 2**40])}, "ids_RK has 4 for all of them"),
-        ({"tokens_X": torch.tensor([2**62 - 1] * 4)}, "ids_RK has 4 for all of them"),
-        ({"tokens_X": torch.tensor(4)}, "tokens_X has 0 dimensions, expected 1"),
-        ({"ids_RK": torch.zeros(8, dtype=torch.uint8)}, r"ids_RK has shape \(8,\), expected rows of K"),
-    ],
-)
-def test_tokens_that_the_rows_do_not_have_are_not_laid_out(
-    tmp_path: Path, tensors: dict[str, Tensor], problem: str
+@pytest.mark.parametrize("header,changes,problem", [
+    *((lambda _, text=text: text, {}, NO_JSON) for text in ("{", "1" * 5000, "[" * 100_000, "")),
+    (json.dumps, {"version": "9" * 5000}, r"has version '9{20}', this library reads up to 1"),
+    (stating(num_experts="4"), {}, "num_experts is a str, expected a whole number"),
+    (stating(num_experts=None, model=3), {}, "num_experts is a NoneType, .*model is a int, expected a text"),
+    (stating(top_k=2.5), {}, "top_k is a float"), (stating(num_ranks=True), {}, "num_ranks is a bool"),
+    (stating(num_experts=2**40), {}, f"num_experts is above {MOST}"),
+    (stating(num_ranks=2**40), {}, f"num_ranks is above {MOST}"),
+    (json.dumps, {"tokens_X": torch.tensor([2, 2**40])}, "ids_RK has 4 for all of them"),
+    (json.dumps, {"tokens_X": torch.tensor([2**62 - 1] * 4)}, "ids_RK has 4 for all of them"),
+    (json.dumps, {"tokens_X": torch.tensor(4)}, "tokens_X has 0 dimensions, expected 1"),
+    (json.dumps, {"ids_RK": torch.zeros(8, dtype=torch.uint8)}, r"ids_RK has shape \(8,\), expected rows of K"),
+])  # fmt: skip
+def test_what_a_trace_states_beyond_what_it_has_is_reported(
+    tmp_path: Path, header: Callable[[dict[str, Any]], str], changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(TraceError, match=problem):
-        RoutingTrace.read(rewritten(tmp_path, json.dumps, **tensors))
+        RoutingTrace.read(rewritten(tmp_path, header, **changes))
 
 
 def test_facts_are_plain_values() -> None:
@@ -96,21 +80,18 @@ def test_steps_beyond_64_bits_are_refused(tmp_path: Path) -> None:
         import_trace(tmp_path / "t.jsonl", num_experts=4)
 
 
-@pytest.mark.parametrize(
-    "change,problem",
-    [
-        ({"rank": [0]}, "record 0 has rank of another kind"),
-        ({"forward_mode": None}, "record 0 has forward_mode of another kind"),
-        ({"forward_pass_id": torch.zeros(3)}, "record 0 has forward_pass_id of another kind"),
-        ({"topk_ids_of_layer": [1, 2]}, "record 0 has topk_ids_of_layer of another kind"),
-        ({"topk_ids_of_layer": torch.zeros(1, 2, 2)}, "record 0 has topk_ids_of_layer of another kind"),
-        ({"input_ids": 7}, "record 0 has input_ids of another kind"),
-        ({"input_ids": [2**70, 1]}, "record 0 has input_ids of another kind"),
-        ({"map": torch.zeros(1, 4)}, "maps to experts with torch.float32"),
-        ({"map": torch.zeros(1, 0, dtype=torch.int64)}, "maps to experts with torch.int64 of shape"),
-        ({"map": torch.full((1, 4), 2**40)}, "do not fit torch.int32|num_experts is above"),
-    ],
-)
+@pytest.mark.parametrize("change,problem", [
+    ({"rank": [0]}, "record 0 has rank of another kind"),
+    ({"forward_mode": None}, "record 0 has forward_mode of another kind"),
+    ({"forward_pass_id": torch.zeros(3)}, "record 0 has forward_pass_id of another kind"),
+    ({"topk_ids_of_layer": [1, 2]}, "record 0 has topk_ids_of_layer of another kind"),
+    ({"topk_ids_of_layer": torch.zeros(1, 2, 2)}, "record 0 has topk_ids_of_layer of another kind"),
+    ({"input_ids": 7}, "record 0 has input_ids of another kind"),
+    ({"input_ids": [2**70, 1]}, "record 0 has input_ids of another kind"),
+    ({"map": torch.zeros(1, 4)}, "maps to experts with torch.float32"),
+    ({"map": torch.zeros(1, 0, dtype=torch.int64)}, "maps to experts with torch.int64 of shape"),
+    ({"map": torch.full((1, 4), 2**40)}, "do not fit torch.int32|num_experts is above"),
+])  # fmt: skip
 def test_a_recording_of_sglang_with_other_kinds_of_values_is_reported(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:

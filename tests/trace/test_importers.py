@@ -49,6 +49,10 @@ def test_a_recording_of_sglang_becomes_a_trace_of_logical_experts(tmp_path: Path
     assert first.ids_TK.tolist() == [[0, 1], [0, 2]] and second.ids_TK.tolist() == [[3, 2], [3, 1]]
     assert first.phase == "prefill" and trace.filter(phase="decode").steps == [8]
     assert first.token_ids_T.tolist() == [0, 1] and trace.weights_RK is None
+    for mode, phase in enumerate(("prefill", "decode", "prefill", "decode", "decode", "prefill"), 1):  # `ForwardMode`
+        content = {"records": [record(7, 0, mode, [[0, 5]])], "last_physical_to_logical_map": PHYSICAL}
+        torch.save(content, tmp_path / "one.pt")
+        assert {forward.phase for forward in import_trace(tmp_path / "one.pt").forwards()} == {phase}
     alone = import_trace(files[1])
     assert alone.facts.num_ranks == 1 and alone.filter(layers=[1], steps=[7]).ids_RK.tolist() == [[3, 1]]
     trace.write(tmp_path / "ours.safetensors")
@@ -111,6 +115,10 @@ def test_indices_of_a_router_need_the_number_of_experts(tmp_path: Path) -> None:
     assert (
         trace.layers == [5] and trace.ids_RK.tolist() == ids.tolist() and trace.weights_RK.tolist() == weights.tolist()
     )
+    narrow = {"layers.6.indices": torch.tensor([[2], [1]]), "layers.6.scores": torch.ones(2, 1)}
+    wide = {"layers.5.indices": torch.from_numpy(ids), "layers.5.scores": torch.from_numpy(weights)}
+    both = from_router_tensors(narrow | wide, num_experts=8).filter(layers=[6])
+    assert (both.ids_RK.tolist(), both.weights_RK.tolist()) == ([[2, -1], [1, -1]], [[1.0, 0.0], [1.0, 0.0]])
     with pytest.raises(TraceError, match=r"none of \['rng_state', 'x'\] names a layer and one of routing_map"):
         from_router_tensors({"rng_state": torch.ones(2), "x": torch.ones(2)})
     with pytest.raises(TraceError, match=r"layer 1: indices are torch.int64 \(2, 2\), weights \(3, 2\)"):
@@ -141,17 +149,14 @@ def test_json_lines_of_megatron(tmp_path: Path) -> None:
         import_trace(tmp_path / "router_trace_rank6.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("text", "states"),
-    [
-        ("{", "line 1 is no record of a routing trace"),
-        (line(0, 3, 0, []) + "\n[1]", "line 2 is no record of a routing trace"),
-        ('{"step": 0, "layer": "3", "rank": 0, "topk": 2}', "line 1 lacks layer, top_indices, or has them in another"),
-        (line(0, 3, 0, [[1, 2, 3]]), "line 1 is no record of a routing trace"),
-        (line(0, 3, 0, [[1, 2]], block="mtp"), "1 files hold no line of a decoder layer"),
-        (line(0, 3, 0, [[1, 9]]), r"ids_RK holds 1 to 9, outside \[-1, 8\)"),
-    ],
-)
+@pytest.mark.parametrize(("text", "states"), [
+    ("{", "line 1 is no record of a routing trace"),
+    (line(0, 3, 0, []) + "\n[1]", "line 2 is no record of a routing trace"),
+    ('{"step": 0, "layer": "3", "rank": 0, "topk": 2}', "line 1 lacks layer, top_indices, or has them in another"),
+    (line(0, 3, 0, [[1, 2, 3]]), "line 1 is no record of a routing trace"),
+    (line(0, 3, 0, [[1, 2]], block="mtp"), "1 files hold no line of a decoder layer"),
+    (line(0, 3, 0, [[1, 9]]), r"ids_RK holds 1 to 9, outside \[-1, 8\)"),
+])  # fmt: skip
 def test_lines_that_are_no_trace_are_reported_by_number(tmp_path: Path, text: str, states: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(TraceError, match=states):

@@ -106,7 +106,9 @@ def test_layers_are_ordered_by_their_loads_where_tokens_differ() -> None:
     unlike = RoutingRecord("others", other.live.sequences[:1])
     assert check_record(made.record, made.facts, unlike).findings == ()
     reverse = changed(made.record, lambda ids: ids.flip(1))
-    assert check_record(reverse, made.facts, unlike).faults == ("layer order",)
+    (found,) = check_record(reverse, made.facts, unlike).findings
+    first, last = made.facts.layers[0], made.facts.layers[-1]
+    assert found.fault == "layer order" and found.evidence.startswith(f"{first} has the loads of {last}, ")
 
 
 @pytest.mark.row("177")
@@ -137,6 +139,8 @@ def test_rows_that_begin_behind_a_known_prefix_are_compared_there(mine: int, the
         unlike = max((theirs or 0) - mine, 0)  # rows that the reference lacks
         assert found.where == "sequence 1" + f" from row {unlike} on" * bool(unlike)
         assert found.evidence == f"rows from {50 - mine - unlike} on begin again at token 20, 30 tokens before"
+        (found,) = check_record(changed(record, lambda ids: ids[9:], 1), made.facts, live).findings
+        assert found.evidence == f"the first row is that of token {max(theirs or 0, mine) + 9}"
 
 
 def begun(record: RoutingRecord, start: int) -> RoutingRecord:

@@ -167,24 +167,18 @@ def test_nulls_are_kept_as_dropped_fields_and_starts_and_widths_are_read(tmp_pat
 
 
 @pytest.mark.row("177")
-@pytest.mark.parametrize(
-    "file,content,message",
-    [
-        ("a.json", {"meta_info": {"routed_experts": bare(IDS[0])}}, "pass --checkpoint, or --layers and --top-k"),
-        ("a.json", {"routed_experts": "!!"}, "cannot be read"),
-        ("a.json", {"routed_experts": {"data": "AAAA", "shape": [2**40, 1, 1]}}, "cannot be read"),
-        ("a.json", {"routed_experts": {"data": "AAAA", "shape": [1, 1, 3], "dtype": "object"}}, "dtype 'object'"),
-        ("a.json", {"routed_experts": [[0.5]]}, "expected integers"),
-        ("a.json", {"routed_experts": [[1, 2]]}, r"shape \(1, 2\)"),
-        ("a.json", {"routed_experts": [[[]]]}, "K=0 must be 1 to 1024"),
-        ("a.json", {"choices": [3]}, "a choice is a int"),
-        ("a.json", [3], "holds a int"),
-        ("a.json", [], "holds no response"),
-        ("a.json", {"meta_info": 3}, "meta_info is a int"),
-        ("a.jsonl", "{", "cannot be read"),
-        ("a.txt", "", "ends in '.txt', known are"),
-    ],
-)
+@pytest.mark.parametrize("file,content,message", [
+    ("a.json", {"meta_info": {"routed_experts": bare(IDS[0])}}, "pass --checkpoint, or --layers and --top-k"),
+    ("a.json", {"routed_experts": "!!"}, "cannot be read"),
+    ("a.json", {"routed_experts": {"data": "AAAA", "shape": [2**40, 1, 1]}}, "cannot be read"),
+    ("a.json", {"routed_experts": {"data": "AAAA", "shape": [1, 1, 3], "dtype": "object"}}, "dtype 'object'"),
+    ("a.json", {"routed_experts": [[0.5]]}, "expected integers"),
+    ("a.json", {"routed_experts": [[1, 2]]}, r"shape \(1, 2\)"),
+    ("a.json", {"routed_experts": [[[]]]}, "K=0 must be 1 to 1024"), ("a.json", {"choices": [3]}, "a choice is a int"),
+    ("a.json", [3], "holds a int"), ("a.json", [], "holds no response"),
+    ("a.json", {"meta_info": 3}, "meta_info is a int"), ("a.jsonl", "{", "cannot be read"),
+    ("a.txt", "", "ends in '.txt', known are"),
+])  # fmt: skip
 def test_files_that_are_no_records_are_refused(tmp_path: Path, file: str, content: Any, message: str) -> None:
     (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(TraceError, match=message):

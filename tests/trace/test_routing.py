@@ -1,5 +1,7 @@
 """A routing trace as an object: its table, its loads, replay, and the nodes its tokens reach."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,9 @@ def test_tokens_of_fewer_ranks_are_dealt_out_to_the_gpus() -> None:
     placed = plan(trace.loads() + 1, Topology(2, 2, 4, alive=(True, False)))
     alone = trace.nodes_per_token(placed, Topology(2, 2, 4, alive=(True, False)))
     assert (alone.all, alone.remote) == (1.0, 0.0)
+    # Those that two ranks recorded as well.
+    two = replace(trace, facts=TraceFacts(4, 1, num_ranks=2), rank_X=torch.tensor([1]))
+    assert two.nodes_per_token(placed, Topology(2, 2, 4, alive=(True, False))).remote == 0.0
 
 
 def test_nodes_equal_what_a_layers_tables_choose() -> None:

@@ -18,10 +18,12 @@ from tests.support.trees import Runs
 
 
 def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
-    for number, trace in enumerate((by_hand(), drawn(256, 8), drawn(40_000, 2, layers=1), by_hand().filter(steps=[9]))):
+    far = [replace(by_hand(), step_X=by_hand().step_X + at) for at in (2**31 - 2, 2**31, -(2**31), -(2**40))]
+    traces = (by_hand(), drawn(256, 8), drawn(40_000, 2, layers=1), by_hand().filter(steps=[9]), *far)
+    for number, trace in enumerate(traces):
         trace.write(tmp_path / f"{number}.safetensors")
         assert equal(RoutingTrace.read(tmp_path / f"{number}.safetensors"), trace)
-    assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"] * 4  # nothing half-written is left
+    assert {file.name for file in tmp_path.iterdir()} == {f"{n}.safetensors" for n in range(8)}, "nothing half-written"
 
 
 @given(experts=st.sampled_from([1, 2, 254, 255, 256, 257, 32_768, 32_769]), holes=st.booleans(), seed=st.integers(0, 9))
@@ -51,9 +53,11 @@ def test_only_what_is_needed_is_written(tmp_path: Path) -> None:
     assert len(stored["token_ids"]) == 32  # ten layers saw the same tokens, which are named once
     assert (tmp_path / "a.safetensors").stat().st_size < 10 * 32 * 8 * 3 + 2500
     # A third is exact in no narrow dtype.
-    rough = replace(RoutingTrace.read(tmp_path / "a.safetensors"), weights_RK=torch.full((320, 8), 1 / 3))
-    rough.write(tmp_path / "b.safetensors")
-    assert equal(RoutingTrace.read(tmp_path / "b.safetensors"), rough)
+    for value, dtype in ((1 + 2**-10, torch.float16), (1 / 3, torch.float32)):
+        rough = replace(RoutingTrace.read(tmp_path / "a.safetensors"), weights_RK=torch.full((320, 8), value))
+        rough.write(tmp_path / "b.safetensors")
+        assert equal(RoutingTrace.read(tmp_path / "b.safetensors"), rough)
+        assert load_file(tmp_path / "b.safetensors")["weights_RK"].dtype == dtype
 
 
 def test_the_header_is_json_that_anyone_can_read(tmp_path: Path) -> None:
@@ -130,6 +134,10 @@ def test_a_file_that_was_made_to_deceive_is_refused(tmp_path: Path) -> None:
         ({"ids_RK": tensors["ids_RK"].float()}, "ids are torch.float32"),
         ({"rank_X": tensors["rank_X"] + 5}, r"rank_X holds 5 to 6, outside \[0, 2\)"),
         ({"token_start_X": tensors["token_start_X"] - 9}, "token ids end at"),
+        *(
+            ({"token_start_X": tensors["token_start_X"].index_fill(0, torch.tensor(at), 9)}, "token ids end at 1")
+            for at in range(5)
+        ),
         ({"phase_X": tensors["phase_X"] + 2}, r"phase_X holds 2 to 3, outside \[0, 2\)"),
     ):
         save(tmp_path / "b.safetensors", header, {**tensors, **changed})

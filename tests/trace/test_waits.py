@@ -35,6 +35,8 @@ def test_a_matrix_by_hand() -> None:
     assert found.caused_W == (0.0, 50.0, 10.0) and found.late == [1] and found.slow_to_receive == []
     slow = waits_of({"combine": [[(0.0, 5.0)], [(0.0, 5.0)], [(0.0, 50.0)]]})
     assert slow.late == [] and slow.slow_to_receive == [2]
+    # Of two ranks each is compared with the other; a wait of 1 us in calls of 2000 is nothing.
+    assert [waits_of({"combine": [[(0.0, 60.0)], [(at, 60.0)]]}).late for at in (50.0, 1.0)] == [[1], []]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -102,6 +104,7 @@ def test_a_delayed_rank_is_named_under_every_transport(transport: str, late: int
     assert found.late == [late], found
     others = [rank for rank in range(3) if rank != late]
     assert all(found.waited_WW[rank][late] > 0.6 * DELAY_S * 1e6 for rank in others)
+    assert json.loads(printed("waits", file, "--stage", "combine", "--json"))["calls"] == 1
     text, reported = printed("waits", file), json.loads(moe_mk("waits", file, "--json").stdout)
     assert f"late        rank {late}: others waited {found.caused_W[late]:.0f} us for it" in text
     assert (reported["waited_us"], reported["rest_us"]) == ([*map(list, found.waited_WW)], list(found.rest_W))
@@ -113,6 +116,8 @@ def test_a_delayed_rank_is_named_under_every_transport(transport: str, late: int
 
 def test_files_without_waits_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
+    write_chrome_trace(file, [[Span("combine", 0.0, end, end)] for end in (5e-6, 5e-6, 5e-5)])
+    assert "slow        rank 2: 50 us after all had begun" in printed("waits", file)
     for text, words in (("[]", "no list of traceEvents"), ("{", "cannot be read"), ('{"traceEvents": []}', "0 ranks")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=words):

@@ -11,7 +11,7 @@ from moe_mk import ConfigError, MoEConfig, MoELayer, UnsupportedError
 from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.threads import ThreadWorld
 from moe_mk.lab.training import TrainingMoE
-from moe_mk.lab.training.router import balance_loss, importance
+from moe_mk.lab.training.router import balance_loss, importance, route_with_capacity
 from moe_mk.lab.verify.dense import gated
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 8, 4, 2, 12
@@ -133,6 +133,9 @@ def test_capacity_leaves_out_what_does_not_fit() -> None:
     assert bool(out.y_TH[~nowhere_T].any(1).all())
     assert torch.bincount(ids_TK[ids_TK >= 0], minlength=EXPERTS).tolist() == [3] * EXPERTS
     assert int((ids_TK < 0).sum()) == 12
+    for choices in (2, 3, None):
+        out = layer(config(kind="expert_capacity", capacity_factor=0.5, num_choices=choices))(tokens())
+        assert torch.equal(out.ids_TK, route_with_capacity(out.probabilities_TE, TOP_K, 3, choices).ids_TK)
 
 
 def test_weights_are_drawn_for_outputs_of_the_size_of_their_inputs() -> None:

@@ -83,17 +83,10 @@ def test_no_tokens_and_errors() -> None:
 
 
 @pytest.mark.row(16)
-@pytest.mark.parametrize(
-    "tokens, top_k, experts, factor, expected",
-    [
-        (4096, 8, 256, 1.0, 128),
-        (4096, 8, 256, 1.25, 160),
-        (128, 8, 256, 1.0, 4),
-        (7, 1, 4, 1.0, 2),
-        (10, 1, 1, 1.1, 11),
-        (0, 8, 256, 1.0, 0),
-    ],
-)
+@pytest.mark.parametrize("tokens, top_k, experts, factor, expected", [
+    (4096, 8, 256, 1.0, 128), (4096, 8, 256, 1.25, 160), (128, 8, 256, 1.0, 4), (7, 1, 4, 1.0, 2), (10, 1, 1, 1.1, 11),
+    (0, 8, 256, 1.0, 0),
+])  # fmt: skip
 def test_capacity_table(tokens: int, top_k: int, experts: int, factor: float, expected: int) -> None:
     assert expert_capacity(tokens, top_k, experts, factor) == expected
 
@@ -154,16 +147,10 @@ def test_errors_name_the_numbers() -> None:
 
 
 @pytest.mark.row(14)
-@pytest.mark.parametrize(
-    "shares, expected",
-    [
-        ((0.8, 0.15, 0.1, 0.05), 1.110),
-        ((0.3, 0.2, 0.2, 0.2), 0.192),
-        ((0.3, 0.3, 0.2, 0.2), 0.2),
-        ((0.3, 0.25, 0.25, 0.2), 0.1414),
-        ((0.25, 0.25, 0.25, 0.25), 0.0),
-    ],
-)
+@pytest.mark.parametrize("shares, expected", [
+    ((0.8, 0.15, 0.1, 0.05), 1.110), ((0.3, 0.2, 0.2, 0.2), 0.192), ((0.3, 0.3, 0.2, 0.2), 0.2),
+    ((0.3, 0.25, 0.25, 0.2), 0.1414), ((0.25, 0.25, 0.25, 0.25), 0.0),
+])  # fmt: skip
 def test_variation_is_population_deviation_over_mean(shares: tuple[float, ...], expected: float) -> None:
     assert float(coefficient_of_variation(torch.tensor(shares))) == pytest.approx(expected, abs=6e-4)
 

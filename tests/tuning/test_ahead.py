@@ -13,7 +13,7 @@ import torch
 from moe_mk.config import MoEConfig, device_profile
 from moe_mk.errors import UnsupportedError
 from moe_mk.lab.testing.experts import random_experts
-from moe_mk.lab.tuning.ahead import AheadOrder, compile_layer
+from moe_mk.lab.tuning.ahead import AheadOrder, _route, compile_layer
 from moe_mk.quant import BF16, FP8_1x128, FP8_128x128
 from moe_mk.tokens import RowTokens
 
@@ -68,6 +68,16 @@ def test_slices_of_tensor_parallel_ranks_have_the_kernels_of_their_size(tmp_path
     sliced = replace(whole, config=whole.config.with_(tp=2))
     keys = [{each.key for each in compile_layer(each, tmp_path)} for each in (order(), sliced, whole)]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_router_is_compiled_for_the_dtype_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[torch.dtype, torch.dtype]] = []
+    monkeypatch.setattr(
+        "moe_mk.kernels.triton.topk.grouped_topk", lambda logits, *rest: given.append((logits.dtype, rest[7]))
+    )
+    for name in ("float32", "model"):
+        _route(replace(order(), config=order().config.with_(router_dtype=name)), 5)
+    assert given == [(dtype, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.stress

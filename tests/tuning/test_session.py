@@ -20,7 +20,7 @@ from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TuneCase, TuneResult, load_measured, session, space_of, tune
 from moe_mk.lab.tuning.session import Parts, Stopwatch, thread_counts
 from moe_mk.quant.plain import FP32
-from moe_mk.tokens import ExpertOutput, Tokens
+from moe_mk.tokens import ExpertOutput, RowTokens, Tokens
 from moe_mk.weights.expert_weights import ExpertWeights, Weights
 from tests.cli.conftest import moe_mk, printed, usage_error
 
@@ -233,33 +233,36 @@ def test_a_gain_within_the_margin_keeps_what_is_built_in(tmp_path: Path, monkeyp
     assert ran.count(1) == 1 + 2 and ran.count(2) == 1 + 2, "given up after two rounds without a gain"
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_a_session_that_ends_before_the_rounds_of_the_best_goes_on_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+@pytest.mark.parametrize(("is_killed", "after"), [(True, 3), (False, 3), (True, 5), (False, 5)])
+def test_a_session_that_ends_before_or_after_the_rounds_of_the_best_goes_on_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool, after: int
 ) -> None:
+    """Of two sizes: three candidates each, and the best once more."""
     timed(monkeypatch, {1: 8.0, 2: 9.0, 3: 10.0})
     path, compare, compared = tmp_path / "case.json", Stopwatch.compare, list[None]()
 
     def counted(self: Stopwatch, *args: Any, **more: Any) -> Any:
         compared.append(None)
-        if is_killed and len(compared) == 4:
+        if is_killed and len(compared) == after + 1:
             raise KeyboardInterrupt
         return compare(self, *args, **more)
 
     monkeypatch.setattr(Stopwatch, "compare", counted)
     monkeypatch.setattr(session, "now", lambda: float(len(compared)))
     with pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
-        first = run(path, tokens=(4,), budget=30.0 if is_killed else 2.5)
-        assert not first.complete and first.points[0].parameters == {"threads": 3}
-    result = run(path, tokens=(4,))
-    assert (result.complete, result.measured, result.resumed) == (True, 0, 3)
+        first = run(path, tokens=(4, 8), budget=30.0 if is_killed else after - 0.5)
+        assert not first.complete and first.points[0].parameters == {"threads": 3 if after == 3 else 1}
+    result = run(path, tokens=(4, 8))
+    assert (result.complete, result.measured + result.resumed, len(compared)) == (True, 6, 8 + is_killed)
     assert result.points[0].parameters == {"threads": 1} and not path.with_suffix(".part.jsonl").exists()
 
 
 def test_runs_of_one_graph_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     time, context = [0.0], CASE.context(CPU)
     space = space_of(ReferenceExperts, context, 1, 1)
-    watch = Stopwatch(ReferenceExperts(context), stack(CASE, CPU), space, 1, 2)
+    watch = Stopwatch(ReferenceExperts(context), stack(CASE, CPU), space, 9, 2)
+    rows = watch._rows
+    assert isinstance(rows, RowTokens) and [len({*ids}) for ids in rows.ids_RK.tolist()] == [2] * 9
     monkeypatch.setattr(session, "now", lambda: time[0])
     monkeypatch.setattr(watch, "runs", 4)
     microseconds = watch.microseconds(lambda: time.__setitem__(0, time[0] + 28e-6), space.candidates[0])

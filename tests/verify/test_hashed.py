@@ -1,12 +1,13 @@
 """Verification of layers that choose experts by token id: the table by hand, no ties, ids that must be there."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_mk import ConfigError, ShapeError
+from moe_mk import ConfigError, MoEConfig, ShapeError
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.verify import Answer, verify
 from moe_mk.lab.verify.dense import dense_layer
@@ -21,9 +22,7 @@ SHAPE = CheckpointShape(
 )  # fmt: skip
 
 
-def with_table(rows: list[list[int]]) -> tuple[object, LayerWeights]:
-    from dataclasses import replace
-
+def with_table(rows: list[list[int]]) -> tuple[MoEConfig, LayerWeights]:
     config, weights = hand_layer(scoring_func="sqrtsoftplus")
     return config, replace(weights, table_XK=torch.tensor(rows))
 
@@ -32,39 +31,39 @@ def test_the_table_chooses_and_the_scores_weigh_by_hand() -> None:
     # Logits 0 1 2 3; token 1 goes to experts 0 and 2 although 3 and 2 score best: (1 a + 3 b) / (a + b) * h.
     config, weights = with_table([[3, 2], [0, 2]])
     x_TH = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
-    result = dense_layer(x_TH, config, weights, token_ids_T=torch.tensor([1, 0]))  # type: ignore[arg-type]
+    result = dense_layer(x_TH, config, weights, token_ids_T=torch.tensor([1, 0]))
     score = [math.sqrt(math.log1p(math.exp(logit))) for logit in range(4)]
     h = 2 / (1 + math.exp(-1))
     assert result.ids_TK.tolist() == [[0, 2], [3, 2]]
     first = (1 * score[0] + 3 * score[2]) / (score[0] + score[2]) * h
     second = (4 * score[3] + 3 * score[2]) / (score[3] + score[2]) * h
     assert result.y_TH[:, 0].tolist() == pytest.approx([first, second], rel=1e-6)
+    # Tokens of images, from 2 on, are chosen for by their scores and a bias of their own.
+    config, weights = config.with_(first_image_token=2), replace(weights, image_bias_E=torch.tensor([9.0, 8.0, 0, 0]))
+    assert dense_layer(x_TH, config, weights, token_ids_T=torch.tensor([1, 2])).ids_TK.tolist() == [[0, 2], [0, 1]]
 
 
 def test_an_expert_of_minus_one_adds_nothing_and_no_tokens_need_no_ids() -> None:
     config, weights = with_table([[3, -1]])
-    one = dense_layer(torch.tensor([[1.0, 2.0]]), config, weights, token_ids_T=torch.tensor([0]))  # type: ignore[arg-type]
+    one = dense_layer(torch.tensor([[1.0, 2.0]]), config, weights, token_ids_T=torch.tensor([0]))
     assert one.ids_TK.tolist() == [[3, -1]]
     assert float(one.y_TH[0, 0]) == pytest.approx(4 * 2 / (1 + math.exp(-1)), rel=1e-6)
-    none = dense_layer(torch.zeros(0, 2), config, weights, token_ids_T=torch.zeros(0, dtype=torch.int64))  # type: ignore[arg-type]
+    none = dense_layer(torch.zeros(0, 2), config, weights, token_ids_T=torch.zeros(0, dtype=torch.int64))
     assert none.y_TH.shape == (0, 2) and none.ids_TK.shape == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "ids,error,complaint",
-    [
-        (None, ShapeError, r"verified with token_ids_T, one id of each of its 1 tokens; got none"),
-        (torch.tensor([0, 1]), ShapeError, r"its 1 tokens; got \[2\]"),
-        (torch.tensor([2]), ConfigError, r"token_ids_T holds \[2\], the table of experts has tokens \[0, 2\)"),
-        (torch.tensor([-1]), ConfigError, r"token_ids_T holds \[-1\]"),
-    ],
-)
+@pytest.mark.parametrize("ids,error,complaint", [
+    (None, ShapeError, r"verified with token_ids_T, one id of each of its 1 tokens; got none"),
+    (torch.tensor([0, 1]), ShapeError, r"its 1 tokens; got \[2\]"),
+    (torch.tensor([2]), ConfigError, r"token_ids_T holds \[2\], the table of experts has tokens \[0, 2\)"),
+    (torch.tensor([-1]), ConfigError, r"token_ids_T holds \[-1\]"),
+])  # fmt: skip
 def test_ids_that_are_missing_or_do_not_fit_are_refused(
     ids: torch.Tensor | None, error: type[Exception], complaint: str
 ) -> None:
     config, weights = with_table([[3, 2], [0, 2]])
     with pytest.raises(error, match=complaint):
-        dense_layer(torch.tensor([[1.0, 2.0]]), config, weights, token_ids_T=ids)  # type: ignore[arg-type]
+        dense_layer(torch.tensor([[1.0, 2.0]]), config, weights, token_ids_T=ids)
 
 
 def answered(folder: Path, seed: int = 0) -> tuple[Answer, DeepseekV3MoE, LayerWeights]:

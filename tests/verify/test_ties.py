@@ -1,6 +1,7 @@
 """Which choices of experts are right, where scores are equal within rounding, and which are not."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_mk.config.router import RouterConfig
-from moe_mk.lab.verify.compare import could_choose, tie_tolerance
+from moe_mk.lab.verify.compare import could_choose, tie_tolerance, verify
 from tests.verify.conftest import Bench, Case
 
 TOLERANCE = 0.01
@@ -20,48 +21,28 @@ def choose(ids: list[int], scores: list[float], **router: int | bool) -> bool:
     return could_choose(np.array(ids), np.array(scores, dtype=np.float32), settings, TOLERANCE)
 
 
-def test_experts_within_twice_the_tolerance_are_equal() -> None:
+def groups(count: int, kept: int, **others: bool) -> dict[str, int]:
+    return {"num_expert_group": count, "topk_group": kept, **others}
+
+
+@pytest.mark.parametrize("scores,settings,right,wrong", [
     # Each score may be off by 0.01, so two of them by 0.02 against each other.
-    assert choose([0, 1], [0.9, 0.50, 0.51, 0.1])
-    assert choose([0, 2], [0.9, 0.50, 0.51, 0.1])
-    assert choose([0, 1], [0.9, 0.50, 0.519, 0.1])
-    assert not choose([0, 1], [0.9, 0.50, 0.521, 0.1])
-    assert not choose([1, 2], [0.9, 0.50, 0.51, 0.1])
-
-
-def test_an_id_that_is_missing_or_repeated_is_no_tie() -> None:
-    assert not choose([0, -1], [0.5, 0.5, 0.5])
-    assert not choose([1, 1], [0.5, 0.5, 0.5])
-
-
-def test_experts_of_two_kept_groups_are_compared_as_experts() -> None:
+    ([0.9, 0.50, 0.51, 0.1], {}, [[0, 1], [0, 2]], [[1, 2]]), ([0.9, 0.50, 0.519, 0.1], {}, [[0, 1]], []),
+    ([0.9, 0.50, 0.521, 0.1], {}, [], [[0, 1]]), ([0.5, 0.5, 0.5], {}, [], [[0, -1], [1, 1]]),
     # Groups (0 1) and (2 3) are both kept; only 1 and 3 are near each other, the worth of the groups is not.
-    scores, kept = [0.9, 0.50, 0.8, 0.505, 0.0, 0.0], {"num_expert_group": 3, "topk_group": 2}
-    assert choose([0, 2, 1], scores, **kept)
-    assert choose([0, 2, 3], scores, **kept)
-    assert not choose([0, 2, 4], scores, **kept)
-
-
-def test_groups_of_equal_worth_do_not_excuse_a_wrong_expert() -> None:
+    ([0.9, 0.50, 0.8, 0.505, 0.0, 0.0], groups(3, 2), [[0, 2, 1], [0, 2, 3]], [[0, 2, 4]]),
     # Both groups are worth 0.9 and both are kept; 1 and 3 are far apart.
-    kept = {"num_expert_group": 2, "topk_group": 2}
-    assert choose([0, 2], [0.9, 0.1, 0.9, 0.5], **kept)
-    assert not choose([0, 1], [0.9, 0.1, 0.9, 0.5], **kept)
-
-
-def test_a_group_that_is_as_good_may_be_kept_instead() -> None:
+    ([0.9, 0.1, 0.9, 0.5], groups(2, 2), [[0, 2]], [[0, 1]]),
     # Worth by the best expert: 0.9, 0.605, 0.600. Group 1 or group 2 may be kept with group 0.
-    scores, kept = [0.9, 0.2, 0.605, 0.3, 0.600, 0.1], {"num_expert_group": 3, "topk_group": 2}
-    assert choose([0, 2], scores, **kept)
-    assert choose([0, 4], scores, **kept)
-    assert not choose([2, 4], scores, **kept)
-
-
-def test_sums_of_two_may_be_off_by_twice_as_much() -> None:
+    ([0.9, 0.2, 0.605, 0.3, 0.600, 0.1], groups(3, 2), [[0, 2], [0, 4]], [[2, 4]]),
     # Worth by two: 1.00 and 0.97. Apart by 0.03: a tie for sums of two, none for the best alone.
-    scores, kept = [0.50, 0.50, 0.50, 0.47], {"num_expert_group": 2, "topk_group": 1}
-    assert choose([2, 3], scores, has_correction_bias=True, **kept)
-    assert not choose([2, 3], [0.50, 0.50, 0.47, 0.47], has_correction_bias=False, **kept)
+    ([0.50, 0.50, 0.50, 0.47], groups(2, 1, has_correction_bias=True), [[2, 3]], []),
+    ([0.50, 0.50, 0.47, 0.47], groups(2, 1, has_correction_bias=False), [], [[2, 3]]),
+])  # fmt: skip
+def test_what_is_as_good_within_the_tolerance_may_be_chosen(
+    scores: list[float], settings: dict[str, Any], right: list[list[int]], wrong: list[list[int]]
+) -> None:
+    assert [choose(ids, scores, **settings) for ids in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
 @given(st.lists(st.integers(0, 40), min_size=8, max_size=8), st.integers(0, 2**16))
@@ -96,6 +77,8 @@ def test_equal_gate_rows_are_ties_and_others_are_not(bench: Callable[[Case], Ben
         ids[t] = torch.where(ids[t] <= 1, 1 - ids[t], ids[t])
     judged = ours.judge(answer._replace(ids_TK=ids))
     assert judged.routing_ties == len(swapped) and judged.routing_equal == 64 - len(swapped)
+    other = layer.config.with_(routed_scaling_factor=5.0)  # of a reference with other settings, ties are its own too
+    assert not verify(answer._replace(ids_TK=ids), layer.decision, whole, config=other).passed
     elsewhere = answer.ids_TK.clone()
     elsewhere[0] = torch.tensor(sorted(set(range(16)) - set(elsewhere[0].tolist()))[:4], dtype=elsewhere.dtype)
     judged = ours.judge(answer._replace(ids_TK=elsewhere))

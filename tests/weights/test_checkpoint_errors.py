@@ -129,14 +129,11 @@ def test_a_layer_without_experts_names_the_layers_that_have_them(tiny: Shape, ti
         load(tiny_state, tiny.layer_spec())
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
-        ({"num_shared_experts": 0}, "num_shared_experts=0 and shared_intermediate_size=32 must both"),
-        ({"gate_up_order": "w3_w1"}, "gate_up_order='w3_w1' must be one of gate_up, up_gate, interleaved"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+    ({"num_shared_experts": 0}, "num_shared_experts=0 and shared_intermediate_size=32 must both"),
+    ({"gate_up_order": "w3_w1"}, "gate_up_order='w3_w1' must be one of gate_up, up_gate, interleaved"),
+])  # fmt: skip
 def test_a_spec_that_cannot_be_is_refused(tiny: Shape, change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(tiny.layer_spec(), **change)

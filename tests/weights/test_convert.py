@@ -74,6 +74,7 @@ def test_a_conversion_reports_what_it_did(quant: str, to: str, written: Callable
     distances = [float((new - old).norm() / old.norm()) for old, new in pairs]
     reported = [distance for error in report.errors for distance in (error.gate, error.up, error.down)]
     assert reported == pytest.approx(distances, rel=1e-4, abs=1e-9), "expert by expert, the shared ones last"
+    assert all(error.worst == max(error.gate, error.up, error.down) for error in report.errors)
     exact = to == quant or (quant == "mxfp4" and to in ("bf16", "mxfp8"))
     assert (max(reported) == 0) if exact else (0 < max(reported) < 1.5 * scheme.relative_rms)
     assert json.loads((target / REPORT).read_text(encoding="utf-8"))["experts"][0]["expert"] == 0
@@ -124,13 +125,19 @@ def test_a_target_in_use_and_an_unknown_type_are_refused(written: Callable[[str]
     assert (tmp_path / "used" / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
-def test_a_damaged_expert_is_named_and_leaves_nothing(written: Callable[[str], Path], tmp_path: Path) -> None:
-    state = tensors_of(written("mxfp4"))
-    state["model.layers.1.mlp.experts.2.up_proj.weight_scale"].view(torch.uint8)[5, 0] = 0xFF
-    source = tmp_path / "source"
+@pytest.mark.parametrize("quant,words", [
+    ("mxfp4", r"(?s)layer 1, expert 2 is damaged.*1 scales are not finite and positive"),
+    ("bf16", r"(?s)cannot be converted:.*expert 3 lacks"),
+])  # fmt: skip
+def test_a_damaged_or_lost_expert_is_named(quant: str, words: str, written: Any, tmp_path: Path) -> None:
+    state, source = tensors_of(written(quant)), tmp_path / "source"
     source.mkdir()
+    if quant == "mxfp4":
+        state["model.layers.1.mlp.experts.2.up_proj.weight_scale"].view(torch.uint8)[5, 0] = 0xFF
+    else:
+        del state["model.layers.1.mlp.experts.3.down_proj.weight"]
     save_file(state, source / "model.safetensors")
-    with pytest.raises(WeightError, match=r"(?s)layer 1, expert 2 is damaged.*1 scales are not finite and positive"):
+    with pytest.raises(WeightError, match=words):
         convert_checkpoint(source, tmp_path / "out", "fp8")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"], "nothing that looks whole, nothing to clear away"
 
@@ -139,14 +146,3 @@ def test_a_folder_that_looks_left_behind_stays(written: Callable[[str], Path], t
     source = Path(shutil.copytree(written("bf16"), tmp_path / "model.partial"))
     convert_checkpoint(source, tmp_path / "model", "int8")
     assert {entry.name for entry in tmp_path.iterdir()} >= {"model", "model.partial"} and any(source.iterdir())
-
-
-def test_an_incomplete_source_is_refused_before_any_work(written: Callable[[str], Path], tmp_path: Path) -> None:
-    state = tensors_of(written("bf16"))
-    del state["model.layers.1.mlp.experts.3.down_proj.weight"]
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(state, source / "model.safetensors")
-    with pytest.raises(WeightError, match=r"(?s)cannot be converted:.*expert 3 lacks"):
-        convert_checkpoint(source, tmp_path / "out", "int8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

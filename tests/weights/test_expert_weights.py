@@ -257,17 +257,14 @@ def test_biases_and_experts_without_a_gate() -> None:
     assert torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
 
 
-@pytest.mark.parametrize(
-    ("quant", "zeros", "complaint"),
-    [
-        ("int4_g32_zp", None, "w2_zeros is missing, and int4_g32_zp has zero points"),
-        ("int4_g32", torch.zeros(3, 96, 2, dtype=torch.uint8), "w2_zeros is given, and int4_g32 has no zero points"),
-        ("int4_g32_affine", None, "w2_zeros is missing, and int4_g32_affine has biases"),
-        ("int4_g32_zp", torch.zeros(3, 96, 2, dtype=torch.int8), r"is torch.int8 \[3, 96, 2\], expected torch.uint8"),
-        ("int4_g32_zp", torch.zeros(3, 96, 3, dtype=torch.uint8), r"\[3, 96, 3\], expected torch.uint8 \[3, 96, 2\]"),
-        ("int4_g32_zp", torch.full((3, 96, 2), 16, dtype=torch.uint8), "w2_zeros holds 16, .* are below 16"),
-    ],
-)
+@pytest.mark.parametrize(("quant", "zeros", "complaint"), [
+    ("int4_g32_zp", None, "w2_zeros is missing, and int4_g32_zp has zero points"),
+    ("int4_g32", torch.zeros(3, 96, 2, dtype=torch.uint8), "w2_zeros is given, and int4_g32 has no zero points"),
+    ("int4_g32_affine", None, "w2_zeros is missing, and int4_g32_affine has biases"),
+    ("int4_g32_zp", torch.zeros(3, 96, 2, dtype=torch.int8), r"is torch.int8 \[3, 96, 2\], expected torch.uint8"),
+    ("int4_g32_zp", torch.zeros(3, 96, 3, dtype=torch.uint8), r"\[3, 96, 3\], expected torch.uint8 \[3, 96, 2\]"),
+    ("int4_g32_zp", torch.full((3, 96, 2), 16, dtype=torch.uint8), "w2_zeros holds 16, .* are below 16"),
+])  # fmt: skip
 def test_zero_points_that_do_not_fit_are_refused(quant: str, zeros: Tensor | None, complaint: str) -> None:
     with pytest.raises(ShapeError, match=complaint):
         ExpertWeights.from_engine(**(of_engine(quant, "gate_up")[1] | {"w2_zeros": zeros}))

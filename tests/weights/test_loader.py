@@ -71,11 +71,7 @@ def fed(loader: LayerLoader, state: StateDict, seed: int = 0) -> LayerLoader:
 @pytest.mark.parametrize(("owned", "tp"), [((0, 1, 2, 3), (0, 1)), ((3, 1), (1, 2))], ids=["whole", "share"])
 @pytest.mark.parametrize("convention", ["official", "fused", "stacked", "mixtral", "converted"])
 def test_any_order_gives_the_bits_of_the_file_under_every_convention(
-    convention: str,
-    owned: tuple[int, ...],
-    tp: tuple[int, int],
-    tiny: Shape,
-    renamed: Callable[[str], StateDict],
+    convention: str, owned: tuple[int, ...], tp: tuple[int, int], tiny: Shape, renamed: Callable[[str], StateDict]
 ) -> None:
     state, spec = renamed(convention), tiny.layer_spec()
     wanted = load_layer(MappingSource(state), 3, spec, owned=owned, tp_rank=tp[0], tp_size=tp[1])

@@ -10,26 +10,18 @@ SHARED_UP = Part(Role.SHARED, "up")
 BIAS = Part(Role.BIAS)
 
 
-@pytest.mark.parametrize(
-    "convention, part, name",
-    [
-        ("official", GATE_7, "experts.7.gate_proj.weight"),
-        ("official", DOWN_SCALE_7, "experts.7.down_proj.weight_scale_inv"),
-        ("official", SHARED_UP, "shared_experts.up_proj.weight"),
-        ("official", BIAS, "gate.e_score_correction_bias"),
-        ("fused", Part(Role.EXPERT, "gate_up"), "experts.gate_up_proj"),
-        ("fused", Part(Role.EXPERT, "down", extra="scale"), "experts.down_proj_scale_inv"),
-        ("mixtral", GATE_7, "experts.7.w1.weight"),
-        ("mixtral", Part(Role.EXPERT, "up", 7), "experts.7.w3.weight"),
-        ("mixtral", Part(Role.EXPERT, "down", 7), "experts.7.w2.weight"),
-        ("mixtral", BIAS, "e_score_correction_bias"),
-        ("converted", GATE_7, "experts.7.w1.weight"),
-        ("converted", DOWN_SCALE_7, "experts.7.w2.scale"),
-        ("converted", SHARED_UP, "shared_experts.w3.weight"),
-        ("converted", BIAS, "gate.bias"),
-        ("converted", Part(Role.ROUTER), "gate.weight"),
-    ],
-)
+@pytest.mark.parametrize("convention, part, name", [
+    ("official", GATE_7, "experts.7.gate_proj.weight"),
+    ("official", DOWN_SCALE_7, "experts.7.down_proj.weight_scale_inv"),
+    ("official", SHARED_UP, "shared_experts.up_proj.weight"), ("official", BIAS, "gate.e_score_correction_bias"),
+    ("fused", Part(Role.EXPERT, "gate_up"), "experts.gate_up_proj"),
+    ("fused", Part(Role.EXPERT, "down", extra="scale"), "experts.down_proj_scale_inv"),
+    ("mixtral", GATE_7, "experts.7.w1.weight"), ("mixtral", Part(Role.EXPERT, "up", 7), "experts.7.w3.weight"),
+    ("mixtral", Part(Role.EXPERT, "down", 7), "experts.7.w2.weight"), ("mixtral", BIAS, "e_score_correction_bias"),
+    ("converted", GATE_7, "experts.7.w1.weight"), ("converted", DOWN_SCALE_7, "experts.7.w2.scale"),
+    ("converted", SHARED_UP, "shared_experts.w3.weight"), ("converted", BIAS, "gate.bias"),
+    ("converted", Part(Role.ROUTER), "gate.weight"),
+])  # fmt: skip
 def test_a_part_has_one_name_and_the_name_means_that_part(convention: str, part: Part, name: str) -> None:
     assert CONVENTIONS[convention].spell(part) == name
     assert CONVENTIONS[convention].parse(name) == part

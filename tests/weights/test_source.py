@@ -153,22 +153,12 @@ def test_a_pointer_of_git_lfs_is_called_one(name: str, tmp_path: Path) -> None:
         open_source(tmp_path).entry("experts.0.up_proj.weight")
 
 
-@pytest.mark.parametrize(
-    "files,words",
-    [
-        (
-            ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
-            r"but 1 files of pickled tensors \(pyto",
-        ),
-        (
-            ["consolidated.00.pth", "consolidated.01.pth"],
-            r"2 files of pickled tensors \(consolidated.00.pth, .*save_pre",
-        ),
-        (["model.safetensors.incomplete"], r"an unfinished download \(model.safetensors.incomplete\)"),
-        (["config.json", "4bit/model.safetensors"], r"; .*/4bit does"),
-        (["config.json"], r"\*.safetensors file$"),
-    ],
-)
+@pytest.mark.parametrize("files,words", [
+    (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], r"but 1 files of pickled tensors \(pyto"),
+    (["consolidated.00.pth", "consolidated.01.pth"], r"2 files of pickled tensors \(consolidated.00.pth, .*save_pre"),
+    (["model.safetensors.incomplete"], r"an unfinished download \(model.safetensors.incomplete\)"),
+    (["config.json", "4bit/model.safetensors"], r"; .*/4bit does"), (["config.json"], r"\*.safetensors file$"),
+])  # fmt: skip
 def test_a_folder_without_safetensors_is_named_by_what_it_holds(files: list[str], words: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)

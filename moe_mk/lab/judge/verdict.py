@@ -445,11 +445,11 @@ def _tried(scene: Scene, changes: tuple[Change, ...], *, only_wrong: bool = Fals
 
 def _where(scene: Scene, measured: Measured) -> tuple[int, int, int, tuple[tuple[float, ...], ...], tuple[int, ...]]:
     """Token, expert and block of the worst row, and the map of deviations token by expert."""
-    rows, ids = measured.row_R.nan_to_num(0.0, math.inf), scene.run.values["top-k"]
-    worst = int(rows.argmax())
+    unassigned = torch.full((scene.bench.case.size, 1), -1, dtype=torch.int64, device="cpu")  # by the gate
+    rows, ids = measured.row_R.nan_to_num(0.0, math.inf), scene.run.values.get("top-k", unassigned)
+    worst, top_k = int(rows.argmax()), ids.shape[1]
     block = int(measured.block_RB[worst].argmax())
     experts = tuple(sorted(set(ids.flatten().tolist()) - {-1}))
-    top_k = ids.shape[1]
     if scene.hook in ("w13", "activation", "w2"):
         token, expert = worst // top_k, int(ids.flatten()[worst])
         grid = torch.zeros(len(ids), len(experts), dtype=torch.float64, device="cpu")
