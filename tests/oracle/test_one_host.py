@@ -33,7 +33,3 @@ def test_the_number_of_hosts_decides(settings: dict[str, object], winner: str) -
     assert decision.chosen.prepare_finalize == winner
     expected = {"all_to_all": {"fabric"}, "one_sided": set(), "replicated": {"tokens"}}[winner]
     assert codes_against_one_sided(decision) == expected
-
-
-def test_on_a_gpu_it_is_refused_with_its_kind_of_device() -> None:
-    assert "device" in codes_against_one_sided(decided("h200", ep=8))
