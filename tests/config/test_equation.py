@@ -119,6 +119,20 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, changes: dict[str,
         MoEConfig.from_hf(tmp_path, layer=1)
 
 
+def test_every_layer_has_the_settings_of_its_own_group() -> None:
+    groups: list[dict[str, Any]] = [
+        {"layers": layers, "model": {"num_experts": len(layers)}, "router": {"top_k": layers[0]}}
+        for layers in ([1, 12], [3], [0, 4, 5])
+    ]
+    equation = LayerEquation.parse({**EQUATION, **groups[0], "others": groups[1:], "refused": {"2, 7": "odd"}}, "here")
+    for made in groups:
+        expected = {"model": made["model"], "router": made["router"]}
+        assert all(equation.settings(CONFIG, "here", layer) == expected for layer in made["layers"])
+    for layer, problem in ((None, r"have 3 equations \(layers \[1, 12\]; "), (2, "layer 2: odd"), (6, "6: an")):
+        with pytest.raises(ConfigError, match=problem):
+            equation.settings(CONFIG, "here", layer)
+
+
 def test_the_equation_is_given_by_name_or_inside_the_configuration(tmp_path: Path) -> None:
     written(tmp_path)
     alone = MoEConfig.from_hf(tmp_path)
