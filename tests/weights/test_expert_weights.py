@@ -186,14 +186,6 @@ def test_tensors_of_an_engine_are_read_in_every_format_and_order_without_a_copy(
             assert start <= found.values.data_ptr() < end
 
 
-@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
-def test_a_slice_that_ends_inside_a_block_has_scales_of_gate_and_up_apart(order: str) -> None:
-    experts, given = of_engine("fp8_block", order, inner=48)  # 2 rows of scales each, where 96 rows would have 3
-    slot = ExpertWeights.from_engine(**given).slot(2)
-    for found, wanted in zip((slot.gate_IH, slot.up_IH, slot.down_HI), experts[2], strict=True):
-        assert found is not None and torch.equal(found.dequantize(torch.float32), wanted.dequantize(torch.float32))
-
-
 @pytest.mark.parametrize("hidden", [48, 96])
 @pytest.mark.parametrize("inner", [32, 48, 64, 80])
 @pytest.mark.parametrize("order", ["gate_up", "up_gate"])
