@@ -39,13 +39,6 @@ def test_a_slot_is_gate_rows_then_up_rows_then_down(scheme: QuantScheme) -> None
     assert weights.num_bytes == 3 * (scheme.num_bytes(512, 384) + scheme.num_bytes(384, 256))
 
 
-def test_an_ungated_expert_has_no_gate() -> None:
-    weights = stacked(FP8_128x128, gated=False)
-    slot = weights.slot(1)
-    assert slot.gate_IH is None and slot.up_IH.shape == (256, 384)
-    assert not MappedExpertWeights([slot], FP8_128x128).gated
-
-
 @pytest.mark.parametrize("quant", [*KINDS, "int4_g32_zp", "int8_row_zp"])
 def test_a_digest_depends_on_every_tensor_of_every_expert_and_on_nothing_else(quant: str) -> None:
     biases = {"w13_bias": torch.arange(384.0).view(3, 128), "w2_bias": torch.ones(3, 96)}
@@ -215,6 +208,9 @@ def test_scales_and_shapes_of_engines_that_differ_in_the_writing() -> None:
     assert torch.equal(slot.gate_IH.dequantize(torch.float32), experts[1][0].dequantize(torch.float32))
     one = ExpertWeights.from_engine(**(given | {"w13_scale": torch.tensor([1.0, 2.0, 3.0])})).slot(2)
     assert one.gate_IH is not None and one.gate_IH.scales is not None and float(one.gate_IH.scales) == 3.0
+    experts, given = of_engine("fp8_block", "gate_up")
+    powers = {name: given[name].to(torch.float8_e8m0fnu) for name in ("w13_scale", "w2_scale")}
+    assert ExpertWeights.from_engine(**(given | powers)).scheme.name == "fp8_32x32_ue8m0"
     experts, given = of_engine("mxfp4", "gate_up")
     given |= {name: given[name].view(torch.uint8) for name in ("w13_scale", "w2_scale")}
     given |= {name: given[name].view(torch.int8) for name in ("w13", "w2")}
@@ -231,6 +227,7 @@ def test_biases_and_experts_without_a_gate() -> None:
     assert slot.biases is not None and slot.biases.up_I.tolist() == [9, 11, 13, 15]
     ungated = ExpertWeights.from_engine(w13[:, :4], w2, gated=False)
     assert not ungated.gated and ungated.slot(0).gate_IH is None
+    assert not MappedExpertWeights([ungated.slot(0)], ungated.scheme).gated
     assert torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
 
 

@@ -341,10 +341,11 @@ def test_files_of_kimi_k2_thinking_have_our_names_and_shapes(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", [name for name, each in CONVENTIONS.items() if each.packing in PACKINGS])
 def test_a_packed_layer_is_described_by_its_headers_as_it_was_written(name: str, latent: int | None) -> None:
     names = CONVENTIONS[name]
-    for scheme in (GROUPED["int4_g32"], GROUPED["int4_g64_zp"], GROUPED["int8_row_zp"]):
+    kinds = ("int4_g32", "int8_g64"), ("int4_g64_zp", "int4_g128_zp"), ("int8_row_zp", "int8_g32_zp")
+    for scheme, shared in ((GROUPED[kind], GROUPED[other]) for kind, other in kinds):
         if names.packing == "awq" and scheme.name != "int4_g64_zp":
             continue  # its files have four bits and zero points
-        spec = LayerSpec(4, 256, 128, scheme, 1, 128, latent_size=latent)
+        spec = LayerSpec(4, 256, 128, scheme, 1, 128, latent_size=latent, shared_scheme=shared)
         wanted = {local: each for local, each in expected_tensors(spec, names).items() if not each.optional}
         source = MappingSource({local: torch.zeros(each.shape, dtype=each.dtypes[0]) for local, each in wanted.items()})
         for stated in ({"sym": False},) if scheme.has_zeros else ({"sym": True}, {"bits": 4}):
