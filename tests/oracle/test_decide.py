@@ -21,7 +21,7 @@ from moe_mk.kernel import FusedMoEKernel
 from moe_mk.oracle import Parts, fp8, unquantized
 from moe_mk.oracle.cost import expert_bytes, experts_us, transport_us
 from moe_mk.oracle.decide import libraries_of
-from moe_mk.oracle.memory import Buffers, limited_to
+from moe_mk.oracle.memory import Buffers
 from moe_mk.oracle.verdict import OTHER_DEVICE
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
@@ -54,7 +54,7 @@ def test_a_decision_states_what_both_of_its_pair_state(
         assert decision.dispatch_bytes == round(volume.dispatch_rows * (row_bytes(wire, 7168) + 8 * choices))
         assert decision.combine_bytes == round(volume.combine_rows * 7168 * sums)
         for tokens, held in ((64, decision.buffers), (16, decision.least_buffers)):
-            limited = limited_to(made, tokens).as_sent
+            limited = replace(made, config=made.config.with_(max_num_tokens=tokens), num_tokens=tokens).as_sent
             rows = transport.max_rows(limited)
             of_rows = rows * (2 * row_bytes(wire, 7168) + 7168 * (4 + sums))
             assert held == Buffers(

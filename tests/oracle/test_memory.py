@@ -9,7 +9,7 @@ from moe_mk import UnsupportedError, oracle
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.lab.cli.explain import memory_lines
-from moe_mk.oracle.memory import Buffers, limited_to, most_tokens, resident_experts, room_of, weights_bytes
+from moe_mk.oracle.memory import Buffers, most_tokens, resident_experts, room_of, weights_bytes
 from tests.support import problems
 
 TRITON = frozenset({"triton"})
@@ -63,14 +63,6 @@ def test_the_search_keeps_to_its_ends(room: int, expected: int) -> None:
     # Each token takes ten bytes; the rest is as large as leaves `room`.
     held = most_tokens(asked, lambda given: Buffers(free - room, 10 * given.num_tokens, 0))
     assert held == expected
-
-
-def test_a_lower_limit_changes_nothing_else() -> None:
-    asked = problem(ep=32, relay_tokens=64, timeout_s=7.0)
-    limited = limited_to(asked, 16)
-    assert (limited.num_tokens, limited.config.kernel.max_num_tokens) == (16, 16)
-    assert limited.config.kernel.timeout_s == 7.0 and limited.device is asked.device
-    assert (asked.num_tokens, asked.config.kernel.max_num_tokens) == (128, 8192)
 
 
 def test_an_explanation_states_who_holds_it_and_what_makes_it_less() -> None:
