@@ -91,7 +91,6 @@ REFUSED = {
     "ungated": "oai shared_oai", "odd": "mxfp4 plain_shared down q8_0 tp", "odd_hidden": "mxfp4 plain_shared q8_0",
     "odd_shared": "mxfp4 down tp", "invariant": "tiles wire own_wire", "tp": "fp8", "ep": "copies", "ep5": "copies",
 }  # fmt: skip
-"""Of pairs of settings, each of which is possible alone: all that exclude each other."""
 
 
 FREE = config(router={"num_expert_group": 1, "topk_group": 1})

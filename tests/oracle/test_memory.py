@@ -9,7 +9,7 @@ from moe_mk import UnsupportedError, oracle
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.lab.cli.explain import memory_lines
-from moe_mk.oracle.memory import Buffers, most_tokens, resident_experts, room_of, weights_bytes
+from moe_mk.oracle.memory import Buffers, expected_reads, most_tokens, resident_experts, room_of, weights_bytes
 from tests.support import problems
 
 TRITON = frozenset({"triton"})
@@ -92,11 +92,12 @@ def test_a_pair_that_fits_to_the_last_byte_is_eligible_and_with_one_byte_less_it
 @pytest.mark.parametrize("ep", [1, 4, 64, 256])
 def test_no_rank_counts_more_resident_experts_than_it_has(ep: int) -> None:
     made = partial(problems.problem, device="cpu", ep=ep)
-    whole = made()
+    whole, of_one = made(), weights_bytes(made(residency={"slots": 1, "store": "/tmp"}))
     for slots in (1, 2, 63, 64, 65, 256, 1000):
         asked = made(residency={"slots": slots, "store": "/tmp"})
         assert resident_experts(asked) == min(slots, whole.slots)
-    of_one = weights_bytes(made(residency={"slots": 1, "store": "/tmp"}))
+        if (reads := expected_reads(asked)) is not None:  # 64 tokens of 8 choices on each rank may use all of them
+            assert (reads.most_used, reads.least_bytes) == (whole.slots, (whole.slots - slots) * of_one)
     for num_bytes in (1, of_one - 1, of_one, 2 * of_one, whole.slots * of_one - 1, 10_000 * of_one):
         asked = made(residency={"bytes": num_bytes, "store": "/tmp"})
         assert resident_experts(asked) == min(max(num_bytes // of_one, 1), whole.slots)
