@@ -132,6 +132,16 @@ class Problem:
         return self.config.model.moe_intermediate_size // self.config.parallel.tp
 
     @property
+    def all_tokens(self) -> int:
+        """Distinct tokens of all EP ranks in one call."""
+        return self.num_tokens * (1 if self.config.parallel.tokens == "replicated" else self.ranks)
+
+    @property
+    def rows_an_expert(self) -> float:
+        """Mean rows of an expert in one call, under uniform routing."""
+        return self.all_tokens * self.config.router.top_k / (self.ranks * self.slots)
+
+    @property
     def ranks_per_token(self) -> float:
         """Expected distinct ranks that one token is sent to, its own included: `comm.destinations`."""
         return self._visited(self.ranks)

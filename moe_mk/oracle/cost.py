@@ -27,19 +27,12 @@ def mlp_bytes(problem: Problem, inner: int, *, shared: bool = False) -> int:
     return (1 + model.gated) * wide.num_bytes(inner, hidden) + down.num_bytes(hidden, inner)
 
 
-def all_tokens(problem: Problem) -> int:
-    """Distinct tokens of all EP ranks in one call."""
-    shared = problem.config.parallel.tokens == "replicated"
-    return problem.num_tokens * (1 if shared else problem.ranks)
-
-
 def experts_us(problem: Problem, traits: ExpertsTraits, *, fp8_math: bool) -> float:
     """Microseconds of w13 -> act -> w2 on one rank: the longer of reading weights and multiplying, plus launches."""
     model, top_k, rates = problem.config.model, problem.config.router.top_k, Rates.of(problem.device)
-    hit = expected_experts(problem.slots, model.num_experts, top_k, all_tokens(problem))
-    assignments = all_tokens(problem) * top_k / problem.ranks
+    hit = expected_experts(problem.slots, model.num_experts, top_k, problem.all_tokens)
     read = rates.memory_us(hit * expert_bytes(problem), traits.bandwidth)
-    flops = assignments * (4 + 2 * model.gated) * model.hidden_size * problem.intermediate
+    flops = problem.rows_an_expert * problem.slots * (4 + 2 * model.gated) * model.hidden_size * problem.intermediate
     multiply = rates.compute_us(flops, fp8=fp8_math, efficiency=traits.compute)
     launches = traits.launches * (hit if traits.per_expert else 1)
     return max(read, multiply) + launches * problem.device.launch_us

@@ -105,7 +105,7 @@ def expected_reads(problem: Problem) -> ExpectedReads | None:
     residency, slots = problem.config.kernel.residency, resident_experts(problem)
     if residency is None or residency.slots is residency.bytes or slots >= problem.slots:
         return None
-    experts, top_k, tokens = problem.config.model.num_experts, problem.config.router.top_k, cost.all_tokens(problem)
+    experts, top_k, tokens = problem.config.model.num_experts, problem.config.router.top_k, problem.all_tokens
     used = expected_experts(problem.slots, experts, top_k, tokens)
     return ExpectedReads(slots, problem.slots, used, min(problem.slots, tokens * top_k), slot_bytes(problem))
 

@@ -138,12 +138,11 @@ def measured_us(name: str, problem: Problem, compute: QuantScheme) -> float | No
 
     Raises ConfigError for a damaged file.
     """
-    case = Case(
-        problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
-    )
+    hidden, weights = problem.config.model.hidden_size, problem.weights.name
+    case = Case(hidden, problem.intermediate, problem.slots, weights, compute.name)
     folder = certificate_path(name, problem.config.kernel.tuned_dir).parent
     points = Tuned[dict[str, Any]].load(folder, case, dict, ((math.inf, {}),), f"moe-mk tune {name}")
-    return points.microseconds(problem.num_tokens * problem.config.router.top_k / problem.slots)
+    return points.microseconds(problem.rows_an_expert)
 
 
 def _not_proven(

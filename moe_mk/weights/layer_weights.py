@@ -77,7 +77,7 @@ class LayerWeights:
             *(self.latent or ()), *(self.input_norm or ()), self.image_bias_E,
         )  # fmt: skip
         plain = sum(t.numel() * t.element_size() for t in router if t is not None)
-        shared = 0 if self.shared is None else sum(q.num_bytes for q in self.shared.matrices.values())
+        shared = 0 if self.shared is None else self.shared.num_bytes
         return plain + shared + self.experts.num_bytes
 
 

@@ -69,9 +69,12 @@ def hops(comm: Communicator, phases: list[str], counts: list[int]) -> Flight[Non
     ],
 )
 def test_a_rank_in_another_call_is_named(mine: Calls, theirs: Calls, text: str) -> None:
-    first, second = LockstepWorld(2).communicators()
+    first, second = (world := LockstepWorld(2)).communicators()
     with pytest.raises(CommError, match=f"rank 0, {text}"):
         interleave([hops(first, *mine), hops(second, *theirs)])
+    world.boxes[-1, 0][0] = ("memory that ranks share", rows(1))
+    interleave([first.recover(), second.recover()])
+    assert set(world.boxes) == {(-1, 0)}, "of calls nothing is left"
 
 
 def test_every_call_is_one_hop() -> None:

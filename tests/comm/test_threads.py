@@ -30,6 +30,9 @@ def test_all_to_all_and_reduce_give_the_bits_of_lockstep(ranks: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
     sums = threads.together([partial(wait, c.all_reduce(torch.ones(2) * c.rank, "sum")) for c in comms])
     assert all(total.tolist() == [sum(range(ranks))] * 2 for total in sums)
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            assert threads.together([torch.is_grad_enabled] * ranks) == [mode] * ranks
 
 
 def test_swap_carries_lists_of_tensors_of_any_dtype_and_length() -> None:

@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 
 from moe_mk import DeepseekV3MoE
 from moe_mk.config import MoEConfig
-from moe_mk.config.equation import LayerEquation
+from moe_mk.config.equation import LayerEquation, TensorNames
 from moe_mk.errors import ConfigError
 from moe_mk.lab.cli.checkpoints import config_problems, reading_of
 from moe_mk.weights import inspect_checkpoint
+from moe_mk.weights.source import RenamedSource
 from tests.cli.conftest import printed
 from tests.config.test_keys import PRUNED
 
@@ -117,6 +118,29 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, changes: dict[str,
     written(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
         MoEConfig.from_hf(tmp_path, layer=1)
+
+
+def test_shared_experts_that_are_experts_of_their_own_are_numbered_from_the_first(tmp_path: Path) -> None:
+    tensors = {"b.1.all": draw(2, I, H), "b.1.each.0.w": draw(H, I), "b.1.each.1.w": draw(H, I)}
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    parts = {"up": {"tensor": "all", "first": E}, "down": {"tensor": "each.{e}.w", "first": E}}
+    parts = {f"shared_experts.{{e}}.{word}_proj": part for word, part in parts.items()}
+    names = RenamedSource(tmp_path, TensorNames.parse({"prefix": "b.{N}.", "parts": parts}, "here")).names()
+    assert {*names} == {f"model.layers.1.mlp.experts.{e}.{w}_proj.weight" for e in (E, E + 1) for w in ("up", "down")}
+
+
+def test_every_layer_has_the_settings_of_its_own_group() -> None:
+    groups: list[dict[str, Any]] = [
+        {"layers": layers, "model": {"num_experts": len(layers)}, "router": {"top_k": layers[0]}}
+        for layers in ([1, 12], [3], [0, 4, 5])
+    ]
+    equation = LayerEquation.parse({**EQUATION, **groups[0], "others": groups[1:], "refused": {"2, 7": "odd"}}, "here")
+    for made in groups:
+        expected = {"model": made["model"], "router": made["router"]}
+        assert all(equation.settings(CONFIG, "here", layer) == expected for layer in made["layers"])
+    for layer, problem in ((None, r"have 3 equations \(layers \[1, 12\]; "), (2, "layer 2: odd"), (6, "6: an")):
+        with pytest.raises(ConfigError, match=problem):
+            equation.settings(CONFIG, "here", layer)
 
 
 def test_the_equation_is_given_by_name_or_inside_the_configuration(tmp_path: Path) -> None:

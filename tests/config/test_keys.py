@@ -209,6 +209,8 @@ def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
 
 TEXT = full("deepseek_v3", num_hidden_layers=5, first_k_dense_replace=1)
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+EQUATION = {"model_type": "new", "model": {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4},
+            "router": {"top_k": 2}, "config": {"hidden_size": 64}, "layers": [0, 1]}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"])
@@ -256,6 +258,9 @@ def test_null_is_none_for_shared_experts_and_no_statement_about_groups() -> None
             read({k: v for k, v in full("kimi_k2").items() if k != key})
     without = {k: v for k, v in full("glm4_moe").items() if k not in ("n_group", "topk_group")}
     assert read(without) == read(full("glm4_moe"))
+    for key in ("n_group", "topk_group"):
+        with pytest.raises(ConfigError, match=f"{key} is absent"):
+            read({k: v for k, v in full("glm4_moe").items() if k != key})
     grouped_v2 = {k: v for k, v in full("deepseek_v2", n_group=8, topk_group=3).items() if k != "topk_method"}
     with pytest.raises(ConfigError, match="n_group is 8 and topk_method is absent"):
         read(grouped_v2)
@@ -269,18 +274,18 @@ def test_one_meaning_under_two_names_must_agree() -> None:
     assert read({**TEXT, "num_experts": 16, "dtype": "torch.bfloat16"}) == read(TEXT)
 
 
-def test_a_wrapper_states_the_quantisation_of_its_text_model_and_nothing_against_it() -> None:
-    wrapper = {
-        "model_type": "kimi_k25",
-        "text_config": TEXT,
-        "quantization_config": MODELOPT,
-        "vision_config": {"a": 1},
-    }
-    assert read(wrapper).model.quant.weights == "nvfp4"
-    with pytest.raises(ConfigError, match="n_group is 4 and text_config has 8"):
-        read({**wrapper, "n_group": 4})
-    with pytest.raises(ConfigError, match="moe_latent_size is 3"):
-        read({**wrapper, "moe_latent_size": 3})
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("equation", [{}, {"layer_equation": {**EQUATION, "model_type": "deepseek_v3"}}])
+def test_a_wrapper_states_the_quantisation_of_its_text_model_and_nothing_against_it(
+    key: str, equation: dict[str, Any]
+) -> None:
+    outer = {"model_type": "kimi_k25", "vision_config": {"a": 1}, **equation}
+    for place in ({"text_config": TEXT, key: MODELOPT}, {"text_config": {**TEXT, key: MODELOPT}}):
+        assert read({**outer, **place}).model.quant.weights == "nvfp4"
+    against = ({"n_group": 4}, "n_group is 4 and text_config has 8"), ({"moe_latent_size": 3}, "moe_latent_size is 3")
+    for stated, problem in () if equation else against:
+        with pytest.raises(ConfigError, match=problem):
+            read({**outer, "text_config": TEXT, key: MODELOPT, **stated})
 
 
 def test_the_second_file_of_modelopt_is_read_and_may_not_contradict(tmp_path: Path) -> None:
@@ -343,8 +348,6 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 HUGE = (10**400, -(10**400), 2**63, 10**5000)
-EQUATION = {"model_type": "new", "model": {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4},
-            "router": {"top_k": 2}, "config": {"hidden_size": 64}, "layers": [0, 1]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*QUANTS, "equation", "settings"])

@@ -128,6 +128,8 @@ def test_an_expert_with_a_format_of_its_own_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"experts: experts {expert} of layer 9 are left as they are"):
             read(tmp_path, quant, 9)
         assert read(tmp_path, quant, 8) == "int4_g128"
+    with pytest.raises(ConfigError, match="experts: experts 127 of layer 9 are left as they are"):
+        read(tmp_path, quant)
 
 
 def test_lists_that_name_modules_under_another_root_are_refused_and_not_skipped(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ LAYERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1, 5]),
     ({"num_hidden_layers": 6, "moe_layers_enum": "3,4,5"}, [3, 4, 5]),
     ({"num_hidden_layers": 6, "moe_layers": [1, 3]}, [1, 3]),
-    ({"num_hidden_layers": 4, "interleave_moe_layer_step": 2}, [1, 3]),
+    ({"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layer_freq": 1}, [1, 3]),
     ({"num_hidden_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}, [1, 3]),
     ({"num_hidden_layers": 4, "hybrid_override_pattern": "M*EE"}, [2, 3]),
     ({"num_hidden_layers": 10**9}, [0]), ({"num_hidden_layers": 10**400}, [0]), ({}, [0]),

@@ -1,11 +1,10 @@
 """The settings of a layer: fields that must fit each other, overrides, derived sizes."""
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from moe_mk.config import ModelConfig, MoEConfig, QuantConfig, load_config
@@ -27,97 +26,107 @@ def config(**groups: Mapping[str, Any]) -> MoEConfig:
     return MoEConfig.parse(data, "test")
 
 
-@pytest.mark.parametrize(
-    "router, problem",
-    [
-        ({"top_k": 17, "topk_group": 4}, r"router.top_k=17 exceeds model.num_experts=16; lower top_k"),
-        ({"topk_group": 5}, r"router.topk_group=5 exceeds router.num_expert_group=4; keep at most 4 groups"),
-        (
-            {"num_expert_group": 3},
-            r"model.num_experts=16 does not divide into router.num_expert_group=3 .*use 2 groups",
-        ),
-        (
-            {"topk_group": 1, "top_k": 5},
-            r"router.topk_group=1 groups of 4 experts leave 4 to choose router.top_k=5 from; keep 2 groups or more",
-        ),
-    ],
-)
-def test_a_router_that_does_not_fit_the_model_is_refused_with_a_fix(router: dict[str, int], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"^test: {problem}"):
-        config(router=router)
-
-
-def test_all_problems_across_groups_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"router.top_k=17.*router.topk_group=5.*parallel.ep=17.*parallel.tp=3"):
-        config(router={"top_k": 17, "topk_group": 5}, parallel={"ep": 17, "tp": 3})
+OVER = {"router": {"top_k": 17, "num_expert_group": 3, "topk_group": 5}, "parallel": {"ep": 17, "tp": 3}}
+SHARED = {"moe_intermediate_size": 2048, "num_shared_experts": 1, "shared_intermediate_size": 768}
 
 
 @pytest.mark.row(31)
 @pytest.mark.parametrize(
-    "model, parallel, problem",
+    "groups, problem",
     [
         (
-            {},
-            {"ep": 17},
-            r"parallel.ep=17 exceeds model.num_experts=16, which leaves ranks without experts; use 1 to 16 ranks",
+            OVER,
+            r"^test: router.top_k=17 exceeds model.num_experts=16; lower top_k; router.topk_group=5 exceeds router."
+            r"num_expert_group=3; keep at most 3 groups; model.num_experts=16 does not divide into router."
+            r"num_expert_group=3 groups; use 2 groups; parallel.ep=17 exceeds model.num_experts=16, which leaves ranks "
+            r"without experts; use 1 to 16 ranks; parallel.tp=3 does not divide",
         ),
         (
-            {},
-            {"ep": 6, "placement": [*range(16)]},
+            {"router": {"topk_group": 1, "top_k": 5}},
+            r"router.topk_group=1 groups of 4 experts leave 4 to choose router.top_k=5 from; keep 2 groups or more",
+        ),
+        (
+            {"parallel": {"ep": 6, "placement": [*range(16)]}},
             r"parallel.ep=6 does not divide the length of parallel.placement=16; add 2 replicas or use 2 ranks",
         ),
         (
-            {},
-            {"ep": 32, "placement": [*range(16), *range(4)]},
+            {"parallel": {"ep": 32, "placement": [*range(16), *range(4)]}},
             r"parallel.ep=32 exceeds the length of parallel.placement=20",
         ),
         (
-            {"quant": {"weights": "fp8_block"}, "moe_intermediate_size": 2048, "num_shared_experts": 1,
-             "shared_intermediate_size": 768},
-            {"tp": 4},
+            {"model": {"quant": {"weights": "fp8_block"}, **SHARED}, "parallel": {"tp": 4}},
             r"parallel.tp=4 does not divide model.moe_intermediate_size=2048 and 768 of the shared experts "
             r"at the edges of 128x128 blocks; possible: 1, 2$",
         ),
     ],
-)  # fmt: skip
-def test_degrees_that_do_not_fit_are_refused_by_field(
-    model: dict[str, Any], parallel: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        config(model=model, parallel=parallel)
-
-
-@pytest.mark.parametrize(
-    "model, parallel",
-    [
-        ({}, {"ep": 16}),
-        ({}, {"ep": 5}),  # uneven ranks are fine
-        ({}, {"ep": 20, "placement": [*range(16), *range(4)]}),  # more ranks than experts, with replicas
-        ({"num_shared_experts": 2}, {"tp": 8}),
-    ],
 )
-def test_degrees_that_fit_are_taken(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    made = config(model=model, parallel=parallel)
-    assert made.parallel.model_dump(mode="json", include=set(parallel)) == parallel
+def test_degrees_that_do_not_fit_are_refused_by_field(groups: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config(**groups)
 
 
-SHARES = st.sampled_from([0, 7, 8, 16, 24, 32, 64])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "groups": {"num_expert_group": 4, "topk_group": 2}, "bias": {"has_correction_bias": True},
+    "logit_bias": {"has_logit_bias": True}, "hash": {"hash_vocabulary": 9}, "image": {"first_image_token": 5},
+    "factors": {"has_expert_scale": True}, "on_input": {"weight_on_input": True, "top_k": 1}, "three": {"top_k": 3},
+    "eight": {"top_k": 8}, "noisy": {"kind": "noisy_topk"}, "capacity": {"kind": "expert_capacity"},
+    "tries": {"num_choices": 5}, "zero": {"num_zero_experts": 4}, "fused": {"num_fused_shared_experts": 3},
+    "shared": {"num_shared_experts": 1}, "latent": {"latent_size": 65}, "norm": {"input_norm": 1e-6},
+    "ungated": {"gated": False}, "oai": {"activation": "swiglu_oai", "swiglu_limit": 7.0},
+    "shared_oai": {"num_shared_experts": 1, "shared_activation": "swiglu_oai", "shared_swiglu_limit": 7.0},
+    "shared_gate": {"num_shared_experts": 1, "shared_gate": True}, "odd": {"moe_intermediate_size": 255},
+    "odd_hidden": {"hidden_size": 511}, "odd_shared": {"num_shared_experts": 1, "shared_intermediate_size": 255},
+    "mxfp4": {"quant": {"weights": "mxfp4"}}, "plain_shared": {"quant": {"weights": "mxfp4", "shared": "bf16"}},
+    "down": {"quant": {"weights": "bf16", "down": "mxfp4"}}, "q8_0": {"quant": {"weights": "q8_0"}},
+    "graphs": {"graphs": True}, "invariant": {"invariant": True}, "batch": {"batch_invariant": True},
+    "tiles": {"tiles": 2}, "wire": {"wire": "fp8"}, "own_wire": {"wire": "checkpoint"}, "tp": {"tp": 4},
+    "fp8": {"quant": {"weights": "fp8_block"}}, "ep": {"ep": 16}, "ep5": {"ep": 5},
+    "copies": {"placement": (*range(16), 0, 1)},
+}  # fmt: skip
+REFUSED = {
+    "groups": "noisy capacity zero fused", "bias": "hash noisy capacity", "image": "noisy capacity",
+    "logit_bias": "noisy capacity", "hash": "noisy capacity zero fused graphs", "factors": "zero",
+    "on_input": "zero fused", "three": "fused", "eight": "tries", "zero": "fused latent norm", "shared": "norm",
+    "latent": "norm mxfp4 plain_shared q8_0 invariant batch", "norm": "shared_oai shared_gate odd_shared",
+    "ungated": "oai shared_oai", "odd": "mxfp4 plain_shared down q8_0 tp", "odd_hidden": "mxfp4 plain_shared q8_0",
+    "odd_shared": "mxfp4 down tp", "invariant": "tiles wire own_wire", "tp": "fp8", "ep": "copies", "ep5": "copies",
+}  # fmt: skip
 
 
-@given(SHARES, st.integers(1, 4), st.sampled_from([(1, 1), (16, 16), (8, 32), (32, 8)]), SHARES, st.booleans())
-def test_a_tp_size_is_legal_exactly_if_every_share_is_whole_and_starts_at_a_block_edge(
-    share: int, tp: int, block: tuple[int, int], shared_share: int, is_whole: bool
-) -> None:
-    width, shared = share * tp + (not is_whole or not share), shared_share * tp
-    quant = {"weights": "fp8_block", "block": block} if block != (1, 1) else {}
-    model = {"moe_intermediate_size": width, "quant": quant, "num_shared_experts": int(shared > 0)}
-    model |= {"shared_intermediate_size": shared or None}
-    legal = tp == 1 or all(w % tp == 0 and (w // tp) % side == 0 for w in (width, shared) for side in block)
-    if legal:
-        assert config(model=model, parallel={"tp": tp}).parallel.tp == tp
-    else:
-        with pytest.raises(ConfigError, match=f"parallel.tp={tp} does not divide"):
-            config(model=model, parallel={"tp": tp})
+FREE = config(router={"num_expert_group": 1, "topk_group": 1})
+
+
+def is_possible(*names: str) -> bool:
+    try:
+        FREE.with_(**{key: value for name in names for key, value in SETTINGS[name].items()})
+    except ConfigError:
+        return False
+    return True
+
+
+def test_settings_exclude_each_other_as_listed_and_no_others() -> None:
+    assert all(map(is_possible, SETTINGS))
+    found = {one: " ".join(
+        other for other in list(SETTINGS)[at:]
+        if not SETTINGS[one].keys() & SETTINGS[other].keys() - {"num_shared_experts"} and not is_possible(one, other)
+    ) for at, one in enumerate(SETTINGS, 1)}  # fmt: skip
+    assert {one: others for one, others in found.items() if others} == REFUSED
+
+
+@pytest.mark.parametrize("kinds", ["bf16 same", "fp8_block same", "fp8_block bf16", "bf16 fp8_block"])
+def test_a_tp_size_is_legal_exactly_if_every_share_is_whole_and_starts_at_a_block_edge(kinds: str) -> None:
+    weights, of_shared = kinds.split()
+    for share, shared_share, tp, block in product((7, 8, 24, 32), (0, 7, 8, 32), (1, 2, 3), ((8, 32), (32, 8))):
+        for width, shared in ((share * tp, shared_share * tp), (share * tp + 1, shared_share * tp)):
+            model = {"moe_intermediate_size": width, "num_shared_experts": int(shared > 0)}
+            model |= {"shared_intermediate_size": shared or None}
+            model |= {"quant": {"weights": weights, "shared": of_shared, "block": block}}
+            sides = block if "fp8_block" in kinds else (1,)
+            if tp == 1 or all(w % tp == 0 and (w // tp) % side == 0 for w in (width, shared) for side in sides):
+                assert config(model=model, parallel={"tp": tp}).parallel.tp == tp
+            else:
+                with pytest.raises(ConfigError, match=f"parallel.tp={tp} does not divide"):
+                    config(model=model, parallel={"tp": tp})
 
 
 def test_shared_experts_have_one_width_together() -> None:

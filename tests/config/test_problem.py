@@ -1,10 +1,14 @@
 """A question to the oracle: derived sizes by hand, expected ranks a token against counting, and JSON."""
 
+import copy
 import json
+import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from moe_mk.config.problem import Installed
 from moe_mk.errors import ConfigError
 from moe_mk.quant import FP8_1x128, FP8_128x128
 from tests.support import problems
@@ -19,6 +23,8 @@ def test_sizes_by_hand() -> None:
     assert asked.weights == FP8_128x128 and asked.activations == FP8_1x128
     assert problem(ep=12).slots == 22  # the fullest rank of 256 on 12
     assert problem(ep=4, placement=tuple(range(256)) + tuple(range(32))).slots == 72
+    hosts = [problem(ep=8, tp=tp, ranks_per_node=size).ep_ranks_per_node for tp, size in ((1, None), (2, 4), (8, 4))]
+    assert hosts == [8, 2, 1], "as many as TP leaves of the ranks that are stated, else of those of the profile"
     assert problem("mixtral_8x7b").activations is None and problem("mixtral_8x7b").nodes == 1
     # Each of 8 choices is a row of its own: 4,096 of 512 tokens, and 128 in a piece of 16 tokens.
     sent = problem(ep=32, invariant=True, relay_tokens=16, max_num_tokens=512).as_sent.config
@@ -36,6 +42,7 @@ def test_only_groups_that_lie_together_limit_what_a_token_visits() -> None:
     free = problem(ep=64, num_expert_group=1, topk_group=1).nodes_per_token
     assert free == pytest.approx(5.295, abs=5e-4)
     assert problem(ep=64, placement="round_robin").nodes_per_token == free
+    assert problem(ep=64, hash_vocabulary=9, has_correction_bias=False).nodes_per_token == free
     assert problem(ep=2, tp=8, ranks_per_node=4).nodes == 4, "more nodes than EP ranks: a rank is on two"
     assert problem(ep=2, tp=8, ranks_per_node=4).nodes_per_token == problem(ep=2).ranks_per_token
 
@@ -55,3 +62,6 @@ def test_it_is_plain_data() -> None:
     assert data["ranks"] == 8 and data["nodes"] == 1 and data["dtype"] == "bf16" and data["num_tokens"] == 128
     assert data["config"]["parallel"]["ep"] == 8 and data["device"]["name"] == "h200"
     assert asked == problem(ep=8) and hash(asked) == hash(problem(ep=8))
+    found = replace(asked, installed=Installed({"a"}, {"b": "is broken"}))
+    for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert copied == found and copied.installed.against == {"b": "is broken"}

@@ -149,6 +149,8 @@ def test_limits_of_layers_without_experts_do_not_count(listed: dict[str, Any], k
     hf = published("stepfun-ai--Step-3.5-Flash")["config"] | {"num_hidden_layers": 5, **listed}
     hf |= {"swiglu_limits": None, "swiglu_limits_shared": None, key: [9.0] * 3 + [7.0] * 2}
     assert settings_from_hf(hf, "x") == settings_from_hf(hf, "x", 4) != settings_from_hf(hf, "x", 2)
+    with pytest.raises(ConfigError, match=f"{key} has 5 entries, none for layer 5"):
+        settings_from_hf(hf, "x", 5)
 
 
 @pytest.mark.slow

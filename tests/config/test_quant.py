@@ -37,6 +37,10 @@ def test_a_section_is_read_or_what_is_not_supported_is_named(stated: dict[str, A
         ({"weights": "int8", "activations": "fp8"}, "'fp8' do not go with int8 weights; use auto, none, int8"),
         ({"weights": "mxfp4", "input_scale": 0.5}, "input_scale=0.5 means nothing for mxfp4 weights; drop it"),
         ({"weights": "bf16", "activations": "nvfp4"}, "'nvfp4' do not go with bf16 weights; use auto, none"),
+        ({"weights": "nvfp4", "input_scale": 0.5, "hidden_scale": 0.5}, "goes with the input_scale of FP8 weights"),
+        ({"weights": "fp8_tensor", "hidden_scale": 0.5}, "goes with the input_scale of FP8 weights; give both"),
+        ({"weights": "int4_g128", "gptq_v2": True}, "zero points, which int4_g128 weights do not have"),
+        ({"weights": "fp8_block", "down": "mxfp4"}, "down='mxfp4' with 'fp8_block': only bf16, .* can be mixed"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], problem: str) -> None:

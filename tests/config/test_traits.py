@@ -7,7 +7,7 @@ import pytest
 
 from moe_mk.config import device_profile, load_config
 from moe_mk.config.problem import Problem
-from moe_mk.config.traits import DEVICES, Traits, common_reasons
+from moe_mk.config.traits import DEVICES, Traits, common_reasons, runs_emulated
 from moe_mk.errors import ConfigError, PluginWarning
 from moe_mk.quant import BF16
 from moe_mk.registry import Registry
@@ -100,6 +100,8 @@ def test_an_older_gpu_is_named_and_other_devices_are_not_asked() -> None:
 def test_an_emulated_library_counts_only_when_allowed(emulated: str, allowed: bool, reasons: list[str]) -> None:
     asked = problem(emulated=emulated, allow_emulated=allowed)
     assert [str(reason) for reason in common_reasons(PICKY, asked)] == reasons
+    assert runs_emulated(PICKY, asked) == (not reasons)
+    assert not runs_emulated(PICKY, replace(asked, installed=frozenset({"deep_ep"}))), "the library itself runs"
 
 
 def test_an_emulation_is_offered_only_on_its_host() -> None:

@@ -1,23 +1,20 @@
 """Places between measured points, and what stands in the names of tuned files and in the files."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from moe_mk.config.tuned import Case, TunedPoint, between, load_measured, nearest, top_k_in, tuned_path
+from moe_mk.config.tuned import Case, Tuned, TunedPoint, between, load_measured, nearest, top_k_in, tuned_path
 from moe_mk.errors import ConfigError
 from moe_mk.lab.tuning import save_measured
 
 
-@pytest.mark.parametrize(("at", "index"), [(1, 0), (3, 0), (5, 1), (16, 1), (0.5, None), (17, None)])
+@pytest.mark.parametrize(("at", "index"), [(1, 0), (3, 0), (4, 0), (5, 1), (16, 1), (0.5, None), (17, None)])
 def test_the_nearest_place_is_so_on_a_logarithmic_scale(at: float, index: int | None) -> None:
-    # Between 1 and 16 the middle is 4, not 8.5.
+    # Between 1 and 16 the middle is 4, not 8.5; of two as near it is the first.
     assert nearest([1, 16], at) == index
-
-
-def test_of_two_places_as_near_it_is_the_first() -> None:
-    assert nearest([2, 8], 4) == 0
 
 
 def test_heights_follow_a_straight_line_on_logarithmic_scales() -> None:
@@ -38,6 +35,20 @@ def test_a_name_gives_back_its_top_k_and_others_give_none() -> None:
     pattern = case.name("*")
     assert top_k_in(case.name(12), pattern) == 12 and top_k_in(wide.name(12), pattern) is None
     assert top_k_in(pattern, pattern) is None and top_k_in(pattern.replace("*", "2x"), pattern) is None
+
+
+def test_points_of_every_top_k_count_by_rows_and_beyond_them_the_built_in_parameters(tmp_path: Path) -> None:
+    case = Case(256, 128, 8, "bf16", "bf16")
+    for top_k, tokens in ((1, (16, 64)), (4, (8, 32))):  # 2, 8 and 4, 16 rows an expert
+        points = [TunedPoint(each, {"of": f"{top_k} {each}"}, float(each)) for each in tokens]
+        save_measured(tmp_path / f"{case.name(top_k)}.json", points, {})
+    save_measured(tmp_path / f"{Case(256, 128, 4, 'bf16', 'bf16').name(1)}.json", points, {})
+    tuned = Tuned.load(tmp_path, case, lambda each: each["of"], ((1.0, "few"), (20.0, "some"), (math.inf, "many")), "")
+    assert [(p.rows_an_expert, p.parameters) for p in tuned.points] == [
+        (2, "1 16"), (4, "4 8"), (8, "1 64"), (16, "4 32"),
+    ]  # fmt: skip
+    rows = (0.5, 1, 1.5, 2, 5, 6, 16, 17, 20, 21)
+    assert " ".join(tuned.at(each) for each in rows) == "few few some 1 16 4 8 1 64 4 32 some some many"
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

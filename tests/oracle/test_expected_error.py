@@ -9,7 +9,7 @@ from moe_mk.config.quant import QuantConfig
 from moe_mk.oracle.expected_error import error_of
 from moe_mk.oracle.fallback import Effect, added_rounding, effect_of, held_in
 from moe_mk.quant.fp8 import FP8_1x128
-from moe_mk.quant.plain import BF16
+from moe_mk.quant.plain import BF16, FP32
 from tests.support.problems import small
 
 BF16_ERROR = BF16.relative_rms
@@ -28,10 +28,12 @@ def test_every_conversion_adds_its_own_square() -> None:
     assert added(decision, replace(decision, wire=FP8_1x128)) == pytest.approx(4 * FP8_1x128.relative_rms**2)
     computed = replace(decision, wire=FP8_1x128, compute=FP8_1x128)
     assert added(decision, computed) == pytest.approx(5 * (FP8_1x128.relative_rms**2 - BF16_ERROR**2))
-    for change, terms in (({"latent_size": 128}, 6), ({"input_norm": 1e-6}, 4)):
+    by_hand = [({"latent_size": 128}, 6 * BF16_ERROR**2), ({"input_norm": 1e-6}, 4 * BF16_ERROR**2)]
+    wide = {"num_shared_experts": 1, "shared_intermediate_size": 2**20}
+    for change, square in (*by_hand, (wide, (2**20 - 128) / 2 * FP32.relative_rms**2)):
         config = asked.config.model_copy(update={"model": asked.config.model.model_copy(update=change)})
         other = replace(decision, problem=replace(asked, config=config))
-        assert added(decision, other) == pytest.approx(terms * BF16_ERROR**2, rel=1e-3), change
+        assert added(decision, other) == pytest.approx(square, rel=1e-3), change
 
 
 @pytest.mark.parametrize("changed", ["weights", "down"])

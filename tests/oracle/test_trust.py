@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from moe_mk.config.tuned import Case, TunedPoint, tuned_path
 from moe_mk.experts.base import EXPERTS
 from moe_mk.experts.monolithic import MONOLITHIC
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.experts.triton.tuning import CANDIDATES
 from moe_mk.external.device import processor
 from moe_mk.external.library import installed
 from moe_mk.lab.cli.doctor import findings
@@ -25,7 +26,7 @@ from moe_mk.lab.plan.wanted import ways_to
 from moe_mk.lab.testing.certificate import Certificate, Passed
 from moe_mk.lab.tuning import save_measured
 from moe_mk.oracle import ORACLES, Decision
-from moe_mk.oracle.trust import REGISTRIES, Identity, certificate_path
+from moe_mk.oracle.trust import REGISTRIES, Identity, certificate_path, measured_us
 from moe_mk.prepare_finalize.base import PREPARE_FINALIZE
 from moe_mk.quant.plain import BF16
 
@@ -165,6 +166,21 @@ def test_experts_that_are_certified_and_timed_here_are_selected_by_their_time(wh
     save_measured(slow, [TunedPoint(tokens, {}, 1e9) for tokens in (1, 64)], {})
     assert oracle.select(problem(tuned_dir=folder)).chosen.experts != "stranger"
     assert oracle.select(problem(tuned_dir=tmp_path)).chosen.experts != "stranger", "another folder"
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "parallel.tokens": "replicated"}], ids=str
+)
+def test_a_time_is_looked_up_for_the_share_of_a_rank(wheel: Any, tmp_path: Path, ranks: dict[str, Any]) -> None:
+    """Its experts and slices; of tokens that all ranks have, fewer rows reach an expert than of their own ones."""
+    ep, tokens = ranks.get("ep", 1), TOKENS // (2 if "parallel.tokens" in ranks else 1)
+    case = Case(256, 128 // ranks.get("tp", 1), 8 // ep, "bf16", "bf16")
+    for device, name in ((processor(), "stranger"), ("NVIDIA H200", "triton")):
+        file = tuned_path(device, name, case.name(2), tmp_path)
+        save_measured(file, [TunedPoint(each, asdict(CANDIDATES[0]), float(each)) for each in (1, 256)], {})
+    assert measured_us("stranger", problem(**ranks, tuned_dir=tmp_path), BF16) == pytest.approx(tokens)
+    found, _ = EXPERTS["triton"].priced(problem(**ranks, device="h200", tuned_dir=tmp_path), BF16)
+    assert found == pytest.approx(tokens)
 
 
 def facts_changed(**changed: Any) -> Callable[[Path, Path], None]:

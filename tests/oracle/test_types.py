@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_mk import MoELayer, Problem, oracle
-from moe_mk.config import MoEConfig
+from moe_mk.comm.lockstep import LockstepWorld
+from moe_mk.config import MoEConfig, QuantConfig
 from moe_mk.experts import EXPERTS
 from moe_mk.experts.base import FusedExperts
 from moe_mk.experts.held import HeldExperts
@@ -16,34 +17,19 @@ from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.verify import Answer, verify
-from moe_mk.oracle import Decision, Parts
-from moe_mk.oracle.formats import (
-    make_fp8_moe_kernel,
-    make_int8_moe_kernel,
-    make_mxfp4_moe_kernel,
-    make_mxfp8_moe_kernel,
-    make_nvfp4_moe_kernel,
-    select_fp8_moe_backend,
-    select_int8_moe_backend,
-    select_mxfp4_moe_backend,
-    select_mxfp8_moe_backend,
-    select_nvfp4_moe_backend,
-)
+from moe_mk.oracle import Parts, formats
 from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize import PREPARE_FINALIZE
+from moe_mk.quant.gguf import GGUF
+from moe_mk.quant.grouped import GROUPED
 from moe_mk.weights import SafetensorsSource, Weights, load_layer
 from moe_mk.weights.scan import Progress
 from tests.support import problems
 
-BOTH = {
-    "fp8_channel": (select_fp8_moe_backend, make_fp8_moe_kernel),
-    "fp8_tensor": (select_fp8_moe_backend, make_fp8_moe_kernel),
-    "int8": (select_int8_moe_backend, make_int8_moe_kernel),
-    "int8_block": (select_int8_moe_backend, make_int8_moe_kernel),
-    "mxfp8": (select_mxfp8_moe_backend, make_mxfp8_moe_kernel),
-    "mxfp4": (select_mxfp4_moe_backend, make_mxfp4_moe_kernel),
-    "nvfp4": (select_nvfp4_moe_backend, make_nvfp4_moe_kernel),
-}
+SERVED = {
+    "unquantized": ("bf16", "fp16", "fp32"), "fp8": ("fp8_block", "fp8_channel", "fp8_tensor"), "mxfp8": ("mxfp8",),
+    "int8": ("int8", "int8_block"), "mxfp4": ("mxfp4",), "nvfp4": ("nvfp4",), "int_wna16": GROUPED, "gguf": GGUF,
+}  # fmt: skip
 
 
 class FP8Only(TorchCpuExperts):
@@ -76,25 +62,27 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FusedExperts]], None
 
 
 @pytest.mark.row(88, 89)
-@pytest.mark.parametrize("quant", BOTH)
-def test_both_phases_by_their_known_names(quant: str) -> None:
-    select, make = BOTH[quant]
-    decision = select(problems.problem("tiny", "cpu", 8, quant={"weights": quant}))
-    assert decision == oracle.select(decision.problem) and decision.effect is None
-    kernel = make(decision, Parts(ExpertMap.linear(decision.problem.config.model.num_experts, 1), torch.device("cpu")))
+@pytest.mark.parametrize(("name", "quant"), [(name, quant) for name, kinds in SERVED.items() for quant in kinds])
+def test_both_phases_by_their_known_names(name: str, quant: str) -> None:
+    assert set(SERVED[name]) == oracle.ORACLES[name].stored
+    select, make = (getattr(formats, text) for text in (f"select_{name}_moe_backend", f"make_{name}_moe_kernel"))
+    decision, comm = select(problem(quant)), LockstepWorld(4).communicators()[0]
+    assert decision == oracle.select(problem(quant)) and decision.oracle == name and decision.effect is None
+    assert decision.problem.weights == QuantConfig(weights=quant).weight_scheme
+    kernel = make(decision, Parts(ExpertMap.linear(256, 4), torch.device("cpu"), comm))
     assert isinstance(kernel, FusedMoEKernel)
     assert type(kernel.experts) is EXPERTS[decision.chosen.experts]
     assert type(kernel.prepare_finalize) is PREPARE_FINALIZE[decision.chosen.prepare_finalize]
-    assert kernel.experts.context.compute == decision.compute
-    assert kernel.prepare_finalize.context.wire == decision.wire
 
 
 @pytest.mark.row(103)
 def test_four_bits_where_nothing_reads_them_are_held_in_fp8_and_stated_so(
     only: Callable[[type[FusedExperts]], None],
 ) -> None:
+    alone = oracle.select(problem("mxfp4"))
     only(FP8Only)
     decision = oracle.select(problem("mxfp4"))
+    assert decision.notes()["held"] != alone.notes()["held"], "ranks of which one holds another form do not agree"
     assert decision.chosen.experts == "mine" and decision.problem.weights.name == "fp8_128x128_ue8m0"
     assert decision.effect is not None and decision.effect.rounding == 0
     # 1 B and a scale for 16,384, against half a byte and a scale for 32.
@@ -115,18 +103,12 @@ def test_the_chain_goes_on_to_the_dtype_of_the_layer(only: Callable[[type[FusedE
     assert decision.effect is not None and 0 < decision.effect.rounding < 0.003 and decision.effect.memory > 3.5
 
 
-def test_a_fallback_can_be_forbidden(only: Callable[[type[FusedExperts]], None]) -> None:
+@pytest.mark.parametrize("settings", [{"fallback": False}, {"activations": "checkpoint"}])
+def test_a_fallback_can_be_forbidden(only: Callable[[type[FusedExperts]], None], settings: dict[str, object]) -> None:
     only(FP8Only)
-    decision = oracle.select(problem("mxfp4", fallback=False))
+    decision = oracle.select(problem("nvfp4", **settings))
     assert decision.chosen.experts == "reference" and decision.effect is None and not decision.passed_over
-
-
-def test_who_insists_on_the_checkpoints_activations_gets_no_fallback(
-    only: Callable[[type[FusedExperts]], None],
-) -> None:
-    only(FP8Only)
-    decision = oracle.select(problem("nvfp4", activations="checkpoint"))
-    assert decision.chosen.experts == "reference" and decision.compute.name == "nvfp4_1x16"
+    assert decision.compute.name == "nvfp4_1x16"
 
 
 @pytest.mark.row(103)
@@ -149,9 +131,3 @@ def test_a_layer_with_requantised_weights_is_right_and_reloads_from_the_stored_o
     assert judged.passed, judged
     layer.take(layer.weights)
     assert torch.equal(layer(x), y), "requantising again starts from the stored weights"
-
-
-def test_a_decision_in_another_form_agrees_with_no_other(only: Callable[[type[FusedExperts]], None]) -> None:
-    held: Decision = oracle.select(problem("mxfp4"))
-    only(FP8Only)
-    assert oracle.select(problem("mxfp4")).notes()["held"] != held.notes()["held"]

@@ -12,7 +12,6 @@ from moe_mk.experts.torch_cpu import TorchCpuExperts
 from moe_mk.oracle import fallback
 from moe_mk.oracle.base import ORACLES
 from moe_mk.oracle.fallback import added_rounding, effect_of, held_in, in_fp8
-from moe_mk.oracle.formats import select_gguf_moe_backend, select_int_wna16_moe_backend
 from moe_mk.quant import BF16, QuantScheme, weight_scheme
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
@@ -34,16 +33,6 @@ def problem(quant: str, **settings: object) -> Problem:
 def only_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EXPERTS, "_entries", {"reference": EXPERTS["reference"], "blocks": BlocksOnly})
     monkeypatch.setattr(BlocksOnly, "__module__", "moe_mk.stands_for_one_of_this_package")
-
-
-@pytest.mark.row(170)
-@pytest.mark.parametrize("quant", [*GROUPED, *GGUF])
-def test_every_format_has_an_oracle_and_is_read_as_it_is_stored(quant: str) -> None:
-    decision = oracle.select(problem(quant))
-    assert decision.oracle == ("int_wna16" if quant in GROUPED else "gguf")
-    assert decision.effect is None and decision.compute == BF16 and decision.problem.weights.name == quant
-    select = select_int_wna16_moe_backend if quant in GROUPED else select_gguf_moe_backend
-    assert select(problem(quant)).chosen == decision.chosen
 
 
 @pytest.mark.row(170)

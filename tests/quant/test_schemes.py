@@ -26,6 +26,7 @@ from moe_mk.quant import (
     nvfp4_tokens,
 )
 from moe_mk.quant.blocked import E2M1, E4M3, INT8, expected_error
+from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.wire import decode_rows, encode_rows, row_bytes
 from tests.support.draws import normal
@@ -79,6 +80,10 @@ def test_expected_errors_by_hand() -> None:
     assert expected_error(E2M1, 1 / 6, 8) == pytest.approx(
         math.hypot(0.5 / 24**0.5, 0.5 * 2.355 / 6 / 12**0.5), rel=1e-3
     )
+    by_hand = {"q4_0": 16, "q4_1": 15, "q8_0": 254, "q6_k": 64}
+    for name, levels in by_hand.items():  # a range from one extreme of a group to the other; with a minimum, both ends
+        crest = math.sqrt(2 * math.log(2 * GGUF[name].group))
+        assert GGUF[name].relative_rms == pytest.approx(2 * crest / levels / 12**0.5), name
     assert expected_error(INT8, 1.0, 1) == expected_error(INT8, 1.0, 2) < expected_error(INT8, 1.0, 3)
     assert INT8_CHANNEL.relative_rms == pytest.approx(math.log(8192) / 127 / 12**0.5)
 

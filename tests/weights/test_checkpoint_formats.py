@@ -108,9 +108,12 @@ def test_plain_experts_of_another_dtype_are_read_in_the_stated_one(stored: torch
     spec = LayerSpec(2, 64, 32, BF16, has_gate_bias=True)
     tensors = tensors_of(spec, CONVENTIONS["official"], seed=1)
     values = torch.linspace(-3, 3, 64 * 32).view(32, 64).to(stored)
-    held = tensors | {"experts.1.up_proj.weight": values}
-    with pytest.warns(CheckpointWarning, match=f"are {str(stored)[6:]} and are rounded to bfloat16, the stated dtype"):
+    other = torch.float16 if stored is torch.float32 else torch.float32
+    held = tensors | {"experts.1.up_proj.weight": values, "experts.1.down_proj.weight": torch.ones(64, 32, dtype=other)}
+    with pytest.warns(CheckpointWarning) as caught:
         weights = load({PREFIX + name: t for name, t in held.items()}, spec, owned=[1])
+    texts = " ".join(str(each.message) for each in caught)
+    assert all(f"are {str(each)[6:]} and are rounded to bfloat16, the stated" in texts for each in (stored, other))
     assert torch.equal(weights.experts.slot(0).up_IH.values, values.bfloat16())
     half = replace(spec, scheme=FP16)
     held["experts.1.up_proj.weight"] = values.bfloat16() * 1e5

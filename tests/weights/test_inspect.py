@@ -55,6 +55,8 @@ def test_a_file_is_described_with_the_config_in_its_folder(tiny_directory: Path,
     facts, whole = inspect_checkpoint(tmp_path / "one.safetensors"), inspect_checkpoint(tiny_directory)
     assert facts.sound and (facts.model_type, facts.quant_method, facts.block) == ("deepseek_v3", "fp8", (16, 16))
     assert facts.num_files == 1 and facts.layers == whole.layers
+    (tmp_path / "another.gguf").touch()
+    assert inspect_checkpoint(tmp_path).layers == whole.layers, "of a folder with both, safetensors"
 
 
 def test_facts_go_into_json(tiny_directory: Path) -> None:

@@ -24,7 +24,10 @@ from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import AFFINE, GROUPED, grouped
 from moe_mk.quant.microscaling import MXFP4
 from moe_mk.quant.tensor import QuantTensor
-from moe_mk.weights import MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
+from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, inspect_checkpoint, load_layer
+from moe_mk.weights.inspect import describe_block
+from moe_mk.weights.layer_spec import expected_tensors
+from moe_mk.weights.names import CONVENTIONS
 from moe_mk.weights.packed_layouts import packed_shapes, unpack
 from tests.support.draws import normal
 from tests.support.strides import restrided
@@ -334,18 +337,19 @@ def test_files_of_kimi_k2_thinking_have_our_names_and_shapes(tmp_path: Path) -> 
     assert torch.equal(wide(weights.experts.slots[0])[0], torch.full((32, 64), -0.25))
 
 
-def test_mixtral_names_hold_packed_experts_too() -> None:
-    tensors = {"gate.weight": torch.ones(2, 256).bfloat16()}
-    for e in range(2):
-        for name, (n, k) in {"w1": (128, 256), "w3": (128, 256), "w2": (256, 128)}.items():
-            q = grouped(4, 128, zeros=True).quantize(normal(n, k, seed=e))
-            words = {"": "qweight", "scale": "scales", "zeros": "qzeros"}
-            tensors |= {f"experts.{e}.{name}.{words[what]}": tensor for what, tensor in pack("awq", q).items()}
-    source = MappingSource({f"model.layers.0.block_sparse_moe.{name}": t for name, t in tensors.items()})
-    from moe_mk.weights import LayerSpec
-
-    weights = load_layer(source, 0, LayerSpec(2, 256, 128, grouped(4, 128, zeros=True)), owned=(0, 1))
-    assert weights.facts.convention == "mixtral_awq" and weights.experts.slots[1].up_IH.shape == (128, 256)
+@pytest.mark.parametrize("latent", [None, 64])
+@pytest.mark.parametrize("name", [name for name, each in CONVENTIONS.items() if each.packing in PACKINGS])
+def test_a_packed_layer_is_described_by_its_headers_as_it_was_written(name: str, latent: int | None) -> None:
+    names = CONVENTIONS[name]
+    kinds = ("int4_g32", "int8_g64"), ("int4_g64_zp", "int4_g128_zp"), ("int8_row_zp", "int8_g32_zp")
+    for scheme, shared in ((GROUPED[kind], GROUPED[other]) for kind, other in kinds):
+        if names.packing == "awq" and scheme.name != "int4_g64_zp":
+            continue  # its files have four bits and zero points
+        spec = LayerSpec(4, 256, 128, scheme, 1, 128, latent_size=latent, shared_scheme=shared)
+        wanted = {local: each for local, each in expected_tensors(spec, names).items() if not each.optional}
+        source = MappingSource({local: torch.zeros(each.shape, dtype=each.dtypes[0]) for local, each in wanted.items()})
+        for stated in ({"sym": False},) if scheme.has_zeros else ({"sym": True}, {"bits": 4}):
+            assert describe_block(source, "", None, dict[str, object](stated)).layer_spec() == spec
 
 
 def test_damaged_packed_layers_are_described_by_the_first_expert_that_is_there(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk.config.equation import FUSED_SHARED_BIAS
 from moe_mk.layer.settings import config_of, layer_spec_of, stated
 from moe_mk.quant import BF16, QuantTensor
 from moe_mk.quant.grouped import GROUPED
@@ -88,6 +89,7 @@ HAVE: dict[str, Sequence[type]] = {
 def test_no_field_is_lost_or_taken_from_another(move: str, record: type) -> None:
     whole = filled(record)
     assert not [path for path, value in leaves(whole) if value is None], "a field was not filled"
+    assert record is SlotBiases or whole.num_bytes == sum(t.nbytes for _, t in leaves(whole) if isinstance(t, Tensor))
     assert differing(whole, MOVES[move](whole)) == []
 
 
@@ -108,6 +110,8 @@ def test_parts_of_a_matrix_have_their_parts_of_every_field() -> None:
             assert torch.equal(torch.cat([getattr(part, path) for part in columns], 1), value), path
     order, picked = torch.tensor([5, 0, 3]), replace(whole, global_scale=None)
     assert differing(picked[order], picked.changed(lambda part: part[order])) == []
+    with pytest.raises(AssertionError, match="the first dimension is cut into blocks"):
+        _ = whole[order]
 
 
 FEATURES = {each.name for each in fields(Features)}
@@ -165,6 +169,13 @@ def test_each_tensor_of_a_layer_is_read_into_its_field_and_no_other(without: str
         seen.add(path)
         assert differing(whole, read(tensors | {name: other})) == [path] * bool(path), name
     assert FIELDS.keys() - {without} <= seen
+    text_bias = CONVENTIONS["scaled"].spell(Part(Role.BIAS))
+    assert without != "bias_E" or differing(whole, read(tensors | {text_bias: torch.ones(3)})) == [], "a table wins"
+    spec = replace(spec, num_fused_shared_experts=1)
+    fused = read(tensors)
+    for bias_E, other_E in ((fused.bias_E, whole.bias_E), (fused.image_bias_E, whole.image_bias_E)):
+        if other_E is not None:  # every token has the last one
+            assert bias_E is not None and torch.equal(bias_E, torch.tensor([*other_E[:2], FUSED_SHARED_BIAS]))
 
 
 KINDS = {

@@ -131,12 +131,10 @@ class TritonExperts(FusedExperts):
     @classmethod
     def priced(cls, problem: Problem, compute: QuantScheme) -> tuple[float | None, str]:
         """The time measured by tuning at this number of rows per expert, or None: the cost model is used."""
-        rows = problem.num_tokens * problem.config.router.top_k / problem.slots
-        case = Case(
-            problem.config.model.hidden_size, problem.intermediate, problem.slots, problem.weights.name, compute.name
-        )
-        folder = problem.config.kernel.tuned_dir
-        measured = load_tuned(problem.device.name, case, folder, log=False).microseconds(rows)
+        hidden, weights = problem.config.model.hidden_size, problem.weights.name
+        case = Case(hidden, problem.intermediate, problem.slots, weights, compute.name)
+        tuned = load_tuned(problem.device.name, case, problem.config.kernel.tuned_dir, log=False)
+        measured = tuned.microseconds(problem.rows_an_expert)
         if measured is not None:
             return measured, "measured"
         target = _target_of(problem.device)

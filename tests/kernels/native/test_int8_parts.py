@@ -174,9 +174,11 @@ def test_weights_that_cannot_be_multiplied_as_integers_are_refused(native: Nativ
         experts_rows(native, x, ids, None, *Layer(1, 512, 256, Storage.MXFP4).pack(native), mode=mode)
     with pytest.raises(ShapeError, match="which Q6_K weights do not multiply"):
         experts_rows(native, x, ids, None, *PartsLayer(1, 512, 256, scheme=GGUF["q6_k"]).pack(native), mode=mode)
-    routed, other = (PartsLayer(1, 512, 256, scheme=GROUPED[n]).pack(native) for n in ("int4_g32", "int4_g128"))
-    with pytest.raises(ShapeError, match="differ between routed and shared experts"):
-        experts_rows(native, x, ids, None, *routed, mode=mode, shared=other)
+    kinds = ("int4_g32", "int4_g128", "int8_g32")
+    routed, *others = (PartsLayer(1, 512, 256, scheme=GROUPED[kind]).pack(native) for kind in kinds)
+    for other in others:  # other groups, or another order of codes
+        with pytest.raises(ShapeError, match="differ between routed and shared experts"):
+            experts_rows(native, x, ids, None, *routed, mode=mode, shared=other)
     codes, scales = torch.zeros(2, 512, dtype=torch.int8), torch.ones(2, 4)
     with pytest.raises(ShapeError, match=r"x_scales is \(2, 4\) torch.float32, expected \(2, 16\)"):
         experts_rows(native, codes, ids, None, *routed, mode=mode, x_scales_RX=scales)

@@ -138,6 +138,7 @@ def test_an_int8_tile_lies_as_drawn(native: Native) -> None:
     w[3] = torch.arange(1, 33)
     packed = allocate(native, MatrixLayout(32, 32, False, Format.INT8, by_output=True), 1)
     pack_slot(native, packed, 0, (w,), (torch.ones(32, 1),))
+    assert packed.output_scales_LX is not None and packed.num_bytes == 32 * 32 + 4 * 32
     assert packed.values_LB[0, 12:16].tolist() == [1, 2, 3, 4]
     assert packed.values_LB[0, 140:144].tolist() == [5, 6, 7, 8]
 
