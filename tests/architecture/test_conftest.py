@@ -92,14 +92,3 @@ def test_leaked_defaults_fail_and_seeds_are_fixed(tmp_path: Path) -> None:
     else:
         assert re.search(r"SKIPPED .* needs a CUDA device", stated), stated
         assert re.search(r"7 passed, 1 skipped, 3 errors", stated), stated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mark", "complaint"),
-    [("row(165)", r"test_small\.py::test_a: unknown row 165"), ("rwo(66)", r"'rwo' not found in `markers`")],
-)
-def test_an_unknown_row_or_mark_stops_the_run(tmp_path: Path, mark: str, complaint: str) -> None:
-    stated = run_pytest(tmp_path, f"import pytest\n@pytest.mark.{mark}\ndef test_a(): ...\n")
-    assert re.search(complaint, stated), stated
-    assert "1 passed" not in stated

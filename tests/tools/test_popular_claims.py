@@ -1,6 +1,5 @@
 """Every popular claim is measured, and its ratio held to nothing; so is every method of overlap."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -8,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from moe_mk.lab.testing.on_ranks import RankWorld
-from tools.results import RESULTS, ROOT
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "rounds": 2}
 
@@ -17,12 +15,10 @@ TINY = {"tokens": 8, "hidden": 128, "inter": 64, "experts": 8, "top_k": 2, "roun
 def test_every_claim_is_measured_and_prints_its_ratio(
     world: RankWorld, capsys: pytest.CaptureFixture[str], benchmarks: str
 ) -> None:
-    from popular_claims import CLAIMS
+    from popular_claims import CLAIMS, measured
     from small_layers import Size, native_experts
 
     small = tuple(replace(claim, size=Size(**TINY)) for claim in CLAIMS)
-    from popular_claims import measured
-
     rows = measured(small, world, native_experts())
     printed = capsys.readouterr().out.splitlines()
     reported = {
@@ -33,29 +29,8 @@ def test_every_claim_is_measured_and_prints_its_ratio(
         assert math.isfinite(row["ratio"]) and row["ratio"] > 0
         assert row["ratio"] == pytest.approx(row["before"] / row["after"], rel=0.05)
         shown = re.search(r"here +([0-9.]+)x", line)
-        assert (
-            shown is not None and float(shown[1]) == pytest.approx(row["ratio"], abs=0.006) and row["reported"] in line
-        )
-
-
-@pytest.mark.row(112)
-@pytest.mark.parametrize("after", [0.001, 1000.0])
-def test_no_ratio_is_held_against_what_is_reported(after: float, benchmarks: str) -> None:
-    from popular_claims import CLAIMS, measured
-
-    class FarOff:
-        def call(self, *given: object, timeout_s: float) -> list[dict[str, list[tuple[float, float]]]]:
-            return [{"before": [(1.0, 1.0)], "after": [(after, after)]}]
-
-    rows = measured(tuple(replace(claim, unit="ms") for claim in CLAIMS), FarOff(), "none")  # type: ignore[arg-type]
-    assert [row["ratio"] for row in rows] == [1.0 / after] * len(CLAIMS)
-
-
-@pytest.mark.row(112)
-def test_every_claim_has_a_result() -> None:
-    found = json.loads((ROOT / RESULTS / "popular_claims_cpu.json").read_text(encoding="utf-8"))
-    assert len(found["claims"]) == 6 and all(claim["ratio"] > 0 for claim in found["claims"])
-    assert {"command", "device", "versions", "note"} <= set(found)
+        assert shown is not None and float(shown[1]) == pytest.approx(row["ratio"], abs=0.006)
+        assert row["reported"] in line
 
 
 @pytest.mark.row(42)
