@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -339,43 +338,6 @@ def _blocks(node: ast.While | ast.With | ast.FunctionDef, text: str, locks: list
     opens = re.search(r"socket\.(socket|create_connection)\(|\.accept\(\)", text) if has_sockets else None
     uses = opens and re.search(r"\.(recv|send|accept|listen|connect)", text)
     return "a socket that blocks" if uses and not re.search(r"\.setblocking\(False|timeout=", text) else ""
-
-
-COMMITS = (
-    "experts/triton/workspace.py: frame", "files.py: replacing", "lab/files.py: partial_folder",
-    "lab/testing/limits.py: no_global_changes",
-)  # fmt: skip
-"""Contexts whose last statements are for blocks without an error alone."""
-
-
-@rule
-def contexts_end_with_errors_too(source: Source) -> Iterator[tuple[int, str]]:
-    """What follows the block of a context is in `finally`: the block may raise."""
-    for node in source.nodes:
-        if isinstance(node, ast.FunctionDef) and "contextmanager" in " ".join(map(ast.unparse, node.decorator_list)):
-            lines = [] if f"{source.path.removeprefix('moe_mk/')}: {node.name}" in COMMITS else _after_yields(node)
-            yield from ((line, f"{node.name}: not done if the block raises; use try and finally") for line in lines)
-
-
-def _blocks_of(node: ast.AST) -> list[list[ast.stmt]]:
-    """Statements inside of a statement, without those of `finally`."""
-    handled = [handler.body for handler in getattr(node, "handlers", [])]
-    return [block for block in (getattr(node, "body", []), *handled, getattr(node, "orelse", [])) if block]
-
-
-def _yields(node: ast.AST) -> bool:
-    """Whether the statement after this one may follow a yield."""
-    open_blocks = [block for block in _blocks_of(node) if not isinstance(block[-1], ast.Return)]
-    if _blocks_of(node):
-        return any(_yields(statement) for block in open_blocks for statement in block)
-    return any(isinstance(each, ast.Yield) for each in ast.walk(node))
-
-
-def _after_yields(node: ast.AST) -> Iterator[int]:
-    for block in _blocks_of(node):
-        yield from (b.lineno for a, b in pairwise(block) if _yields(a) and not isinstance(b, ast.Return))
-        for statement in block:
-            yield from _after_yields(statement)
 
 
 def suffixes(source: Source) -> Iterator[tuple[int, str, str]]:

@@ -51,7 +51,6 @@ def test_every_backend_of_the_package_is_declared_with_its_module(registry: Regi
     assert found == {(name, registry.origin(name)) for name in registry if registry.origin(name).startswith("moe_mk.")}
 
 
-CONTEXT = "@contextmanager\ndef f():\n"
 BAD = [
     # rule, where the code stands, the code, what the finding states
     ("imports_go_down", "quant/a.py", "from moe_mk.experts.base import X", r"quant \(floor 2\) .* \(floor 3\)"),
@@ -95,11 +94,14 @@ BAD = [
     ("waits_have_a_deadline", "a.py", "while not is_so:\n    time.sleep(1)", r"py:1: a loop that .* reads no clock"),
     ("waits_have_a_deadline", "a.py", "while load(at) < 3:\n    n += 1", r"py:1: a loop that .* reads no clock"),
     ("waits_have_a_deadline", "a.py", "while not is_so:\n    continue", r"py:1: a loop that .* reads no clock"),
-    ("waits_have_a_deadline", "a.py", "own, n = Lock(), 1\nwith self.own:\n    bell.wait(1)", r"py:2: a wait with a"),
+    (
+        "waits_have_a_deadline",
+        "a.py",
+        "own, n = Lock(), 1\nwith self.own:\n    bell.wait(1)",
+        r"py:2: a wait with a lock",
+    ),
     ("waits_have_a_deadline", "a.py", "import socket\ndef f(door):\n    return door.accept()", r"py:2: a socket that"),
     ("waits_have_a_deadline", "a.py", "from concurrent.futures import Future\ndone.result()", r"py:2: a call without"),
-    ("contexts_end_with_errors_too", "a.py", f"{CONTEXT}    yield\n    self.on = None", r"py:4: f: not done if the"),
-    ("contexts_end_with_errors_too", "a.py", f"{CONTEXT}    if 1:\n        yield\n    undo()", r"py:5: f: not"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3)", r"name dtype and device"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.arange(3, dtype=torch.int32)", r"name device"),
     ("allocations_name_dtype_and_device", "a.py", "from torch import zeros as z\nz(3, device='cpu')", r"name dtype"),
@@ -143,7 +145,6 @@ GOOD = [
     ("device_is_asked_in_one_file", "external/device.py", "import torch\ntorch.cuda.is_available()"),
     ("waits_have_a_deadline", "a.py", "text.join(words)\nwork.wait(3)\nlock.acquire(timeout=limit_s)\njob.result()"),
     ("waits_have_a_deadline", "a.py", "while not is_so:\n    if now() > until:\n        break\n    time.sleep(1)"),
-    ("contexts_end_with_errors_too", "a.py", f"{CONTEXT}    try:\n        yield\n    finally:\n        undo()"),
     ("process_groups_are_given", "lab/testing/world.py", "import torch.distributed as d\nd.init_process_group()"),
     ("nothing_is_unpickled", "a.py", "import numpy as np\nnp.load('f', allow_pickle=False)"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3, dtype=torch.int8, device=x.device)"),
