@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,6 +276,24 @@ def allocations_name_dtype_and_device(source: Source) -> Iterator[tuple[int, str
         missing = {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
         if missing:
             yield call.lineno, f"{name}(...) does not name {' and '.join(sorted(missing, reverse=True))}"
+
+
+CONTEXT = re.compile(r"@(contextlib\.)?contextmanager\b")
+GOES_ON = re.compile(r"\byield\b(?!.*\n\s*return\b)")
+ONLY_AFTER_SUCCESS = ("frame", "replacing", "partial_folder", "no_global_changes")
+"""Contexts that grow memory, complete files or judge what a block did: nothing where it raised."""
+
+
+@rule
+def contexts_end_in_finally(source: Source) -> Iterator[tuple[int, str]]:
+    """What a context manager does after its block, it does after any."""
+    for node in source.nodes:
+        if isinstance(node, ast.FunctionDef) and CONTEXT.match(ast.unparse(node)):
+            bodies = [getattr(each, "body", None) for each in ast.walk(node)]
+            for one, after in chain.from_iterable(pairwise(body) for body in bodies if isinstance(body, list)):
+                is_left_out = isinstance(after, ast.Return) or node.name in ONLY_AFTER_SUCCESS
+                if GOES_ON.search(ast.unparse(one)) and not is_left_out:
+                    yield after.lineno, "not done where the block raises: belongs in a finally"
 
 
 WAITS = re.compile(

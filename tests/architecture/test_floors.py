@@ -102,6 +102,7 @@ BAD = [
     ),
     ("waits_have_a_deadline", "a.py", "import socket\ndef f(door):\n    return door.accept()", r"py:2: a socket that"),
     ("waits_have_a_deadline", "a.py", "from concurrent.futures import Future\ndone.result()", r"py:2: a call without"),
+    ("contexts_end_in_finally", "a.py", "@contextmanager\ndef f():\n    yield\n    g()", r"py:4: not done"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.empty(3)", r"name dtype and device"),
     ("allocations_name_dtype_and_device", "a.py", "import torch\ntorch.arange(3, dtype=torch.int32)", r"name device"),
     ("allocations_name_dtype_and_device", "a.py", "from torch import zeros as z\nz(3, device='cpu')", r"name dtype"),

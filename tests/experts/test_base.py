@@ -63,10 +63,15 @@ def test_the_layouts_a_backend_reads_come_best_first() -> None:
     assert ReferenceExperts.traits.consumes == tuple(ReferenceExperts.traits.emits)
 
 
-def test_experts_that_route_inside_judge_problems_by_the_same_traits() -> None:
+def test_experts_that_route_inside_judge_problems_by_the_same_traits_and_refuse_all_that_they_leave_out() -> None:
     asked = problem(graphs=True)
     assert ReferenceMonolithic.reasons_against(asked) == ReferenceExperts.reasons_against(asked)
     assert ReferenceMonolithic.workspace_bytes(asked, 100) > ReferenceExperts.workspace_bytes(asked, 100)
+    for left_out in (
+        {"hash_vocabulary": 9}, {"first_image_token": 9}, {"weight_on_input": True, "top_k": 1}, {"input_norm": 1e-5},
+        {"has_expert_scale": True}, {"num_zero_experts": 2}, {"num_fused_shared_experts": 1}, {"kind": "expert_choice"},
+    ):  # fmt: skip
+        assert [why.code for why in ReferenceMonolithic.reasons_against(problems.small(**left_out))] == ["routing"]
 
 
 def test_an_override_with_other_parameters_is_refused() -> None:

@@ -50,7 +50,8 @@ def test_blocks_side_by_side_may_have_scales_far_apart() -> None:
 @pytest.mark.parametrize("weights", ["stack", "views", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("count", "activation"), [(0, "silu"), (1, "situ"), (2, "swiglu_oai"), (31, "silu_limit"), (100, "swiglu_limit")]
+    ("count", "activation"),
+    [(0, "silu"), (1, "silu"), (1, "situ"), (2, "swiglu_oai"), (31, "silu_limit"), (100, "swiglu_limit")],
 )
 def test_rows_have_the_bits_of_assignments_sorted_by_expert(
     count: int, activation: str, dtype: torch.dtype, weights: str
@@ -67,6 +68,8 @@ def test_rows_have_the_bits_of_assignments_sorted_by_expert(
     ids_RK = torch.randint(-1, SLOTS - 1, (count, 5), generator=g, dtype=torch.int32)  # an expert may come twice
     if count > 1:
         x_RH[1], ids_RK[1] = torch.nan, -1  # not read
+    elif activation == "silu":
+        ids_RK[:] = torch.tensor([5, -1, 0, 2, 4])  # none twice
     rows = RowTokens(plain(dtype).quantize(x_RH), ids_RK, torch.randn(count, 5, generator=g), SLOTS)
     grouped = permute(rows, (GroupedTokens,))
     wanted = weight_and_reduce(backend.run(grouped, stack), grouped, until=OutputStage.REDUCED)

@@ -350,8 +350,10 @@ def test_a_pinned_instruction_set_runs_and_is_named(checkpoint: Path, name: str)
         pytest.skip(f"no {isa.name} here")
     layer, x_TH = built(checkpoint, instruction_set=name), tokens(7)
     call: Any = layer.prepare().call_for(x_TH, layer.expert_load, None)
-    blocks = [block.isa for block in call._of_mode.values()]
-    assert blocks and {*blocks, call._route.isa} == {isa}
+    layer.route(x_TH)
+    routed_alone: Any = layer.state.backends.gate._prepared[-1]
+    blocks = [*call._of_mode.values(), call._route, routed_alone._block]
+    assert len(blocks) > 2 and {block.isa for block in blocks} == {isa}
     assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     decision = layer.explain()
     assert f"; {isa.name}: pinned by kernel.instruction_set; " in decision.parameters

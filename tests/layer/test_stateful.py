@@ -144,6 +144,8 @@ FOUND: dict[str, tuple[Row, list[tuple[str, int]]]] = {
     ),
     "another pair of a latent layer is tried out in the layer's width": ({"frame": "latent_norm"}, [("swap", 3)]),
     "a layer that chooses by token id swaps on tokens with ids": ({"choice": "table"}, [("swap", 3)]),
+    "the norm of a layer's input stays where experts move": ({"frame": "input_norm"}, [("move", 0)]),
+    "tokens of replicas are counted once": ({"placement": "replicas", "experts": "torch_cpu"}, [("forward", 0)]),
 }  # fmt: skip
 
 

@@ -140,14 +140,19 @@ def test_rounding_of_normals_is_no_more_than_the_scheme_states(scheme: Gguf) -> 
 
 @ALL
 @pytest.mark.parametrize("size", [0.0, 0.02, 300.0])
-def test_quantising_stays_within_a_step_of_every_group(scheme: Gguf, size: float) -> None:
-    x = normal(3, 4, 512) * size + size
+def test_quantising_stays_within_the_step_that_every_group_needs(scheme: Gguf, size: float) -> None:
+    x = (normal(3, 4, 512) + torch.tensor([1.0, 5.0, -5.0])[:, None, None]) * size  # groups of both signs and of one
     q = scheme.quantize(x)
     _, scales, minima = scheme.split(q)
-    error = (q.dequantize(torch.float32) - x).abs().unflatten(-1, (-1, scheme.group)).amax(dim=-1)
+    error, groups = (each.unflatten(-1, (-1, scheme.group)) for each in (q.dequantize(torch.float32) - x, x))
+    low, high = groups.aminmax(dim=-1)
+    low = -torch.maximum(-low, high) if minima is None else low.clamp_max(0.0 if scheme.blocks.scales else torch.inf)
+    needed = ((-low if minima is None else high) - low) / (2**scheme.blocks.bits - 1)
     # Scales and minima of six bits are off by up to 1/126 of the largest of their block.
     loose = 0.0 if scheme.blocks.values == 32 else x.abs().amax(dim=-1, keepdim=True) * 0.03
-    assert bool((error <= scales.abs() * (1.05 if scheme.blocks.is_linear else 14.0) + loose + 1e-7).all())
+    assert bool((scales.abs() <= needed * 1.01 + loose).all())
+    limit = scales.abs() * (1.05 if scheme.blocks.is_linear else 14.0) + loose + 1e-7
+    assert bool((error.abs().amax(dim=-1) <= limit).all())
     if minima is None and size:
         again = scheme.quantize(q.dequantize(torch.float32))
         assert float((again.dequantize(torch.float32) - q.dequantize(torch.float32)).norm() / x.norm()) < 0.02

@@ -21,7 +21,6 @@ from moe_mk.quant import (
     SCHEMES,
     BlockedScheme,
     Fp8Block,
-    INT8_128x128,
     fp8_static,
     nvfp4_tokens,
 )
@@ -29,6 +28,7 @@ from moe_mk.quant.blocked import E2M1, E4M3, INT8, expected_error
 from moe_mk.quant.gguf import GGUF
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.wire import decode_rows, encode_rows, row_bytes
+from moe_mk.weights.slices import stacked_rows
 from tests.support.draws import normal
 
 BLOCKED = [scheme for scheme in SCHEMES.values() if isinstance(scheme, BlockedScheme)]
@@ -177,7 +177,7 @@ def test_zeros_come_back_as_zeros(scheme: BlockedScheme) -> None:
     assert q.scales is None or bool((q.scales.float() > 0).all()), "a scale of 0 would divide by it"
 
 
-@pytest.mark.parametrize("scheme", [INT8_TOKEN, INT8_128x128, MXFP8, MXFP4, NVFP4, NVFP4_TOKENS], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", BLOCKED, ids=lambda s: s.name)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_none_come_back_as_nan_never_as_numbers(scheme: BlockedScheme, bad: float) -> None:
     x = normal(2, 64)
@@ -201,14 +201,12 @@ def test_a_static_scale_saturates_and_sends_none() -> None:
     assert torch.equal(decode_rows(encode_rows(q), q.scheme, 3).values.float(), q.values.float())
 
 
-def test_a_stack_of_whole_matrices_keeps_their_scales_apart() -> None:
+@pytest.mark.parametrize("scheme", [FP8_TENSOR, NVFP4], ids=lambda s: s.name)
+def test_a_stack_of_whole_matrices_keeps_their_scales_apart(scheme: BlockedScheme) -> None:
     # Gate over up, each with a scale of its own: two equal parts of the rows.
-    gate, up = FP8_TENSOR.quantize(normal(4, 8)), FP8_TENSOR.quantize(normal(4, 8, seed=1) * 100)
-    assert gate.scales is not None and up.scales is not None
-    values = torch.cat((gate.values.view(torch.uint8), up.values.view(torch.uint8))).view(torch.float8_e4m3fn)
-    both = type(gate)(values, torch.cat((gate.scales, up.scales)), FP8_TENSOR)
-    whole = torch.cat((gate.dequantize(torch.float32), up.dequantize(torch.float32)))
-    assert torch.equal(both.dequantize(torch.float32), whole)
+    parts = [scheme.quantize(normal(4, 32, seed=seed) * 100.0**seed) for seed in (0, 1)]
+    whole = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(stacked_rows(parts).dequantize(torch.float32), whole)
 
 
 @pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=lambda s: s.name)

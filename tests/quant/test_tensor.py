@@ -75,6 +75,8 @@ def test_strides_of_numbers_and_of_every_part_change_nothing(scheme: QuantScheme
             for same in (other, copy.deepcopy(other), pickle.loads(pickle.dumps(other)), other.to(part.device)):
                 assert torch.equal(same.dequantize(torch.float32), wanted), (name, part.stride())
             assert not sends or torch.equal(encode_rows(other), encode_rows(q)), (name, part.stride())
+    if (scheme.block or (1,))[0] == 1 and q.global_scale is None:
+        assert torch.equal(q[torch.tensor([2, 0])].dequantize(torch.float32), wanted[[2, 0]])
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.name)

@@ -194,5 +194,7 @@ def test_a_capture_refuses_what_it_cannot_hold() -> None:
             both[0].route(torch.zeros(2, 2, dtype=torch.int32))
         with pytest.raises(ShapeError, match="top_k=2"):
             both[1].route(torch.zeros(2, 1, dtype=torch.int32))
-        with pytest.raises(UnsupportedError, match="experts without weights"):
-            both[1].on_routing(Routing(torch.zeros(1, 2), torch.ones(1, 2), input_weights_T1=torch.ones(1, 1)))
+    weightless = Routing(torch.zeros(1, 2), torch.ones(1, 2), input_weights_T1=torch.ones(1, 1))
+    with pytest.raises(UnsupportedError, match="without weights"), capture.listening(dict(enumerate(both))):
+        both[1].on_routing(weightless)
+    assert both[0].on_routing is both[1].on_routing is None, "a forward that raises ends the capture"

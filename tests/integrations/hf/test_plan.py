@@ -182,14 +182,16 @@ def test_a_model_whose_experts_are_not_dispatched_warns_when_it_is_built(recwarn
         AutoModelForCausalLM.from_config(config, experts_implementation="moe_mk")
 
 
-def test_a_plan_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, made = deepseek(), []
-    real = plans.ModulePlan
-    monkeypatch.setattr(plans, "ModulePlan", lambda *a, **k: made.append(1) or real(*a, **k))
+def test_a_plan_is_kept_while_nothing_changes_and_serves_nothing_else() -> None:
+    module, made = deepseek(), list[plans.ModulePlan]()
     with torch.no_grad():
         for seed in range(3):
             module(*tiny_call(seed=seed))
-    assert len(made) == 1
+            made.append(plans._plans[module])
+    dtype, settings, shared = made[0].dtype, made[0].settings, plans.Ranks(plans.ALONE.grid, replicated=True)
+    assert made == [plans.held_plan(module, dtype, settings)] * 3
+    for other in ((torch.bfloat16, settings), (dtype, {"experts": "reference"}), (dtype, settings, shared)):
+        assert plans.held_plan(module, *other) is None
 
 
 def test_settings_are_checked_when_they_are_registered() -> None:

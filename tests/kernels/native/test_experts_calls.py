@@ -68,14 +68,17 @@ def test_unused_slots_of_a_batch_are_never_read(isa_here: IsaHere) -> None:
         assert y[slot, count:].eq(0).all()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_rows_that_go_nowhere_come_out_zero_and_are_never_read(isa_here: IsaHere, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "top_k"), [(0, 2), (1, 1), (1, 2), (5, 1), (5, 2)])
+def test_rows_that_go_nowhere_come_out_zero_and_are_never_read(
+    isa_here: IsaHere, rows: int, top_k: int, dtype: torch.dtype
+) -> None:
     native, isa = isa_here
     layer = Layer(2, 96, 64)
-    x, ids, weights = batch(rows, 96, 2, 2)
+    x, ids, weights = batch(rows, 96, 2, top_k)
     ids.fill_(-1)
     x.fill_(float("nan"))
-    out = torch.full((rows, 96), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((rows, 96), float("nan"), dtype=dtype)
     assert experts_rows(native, x, ids, weights, *layer.pack(native), isa=isa, out_RH=out).eq(0).all()
 
 

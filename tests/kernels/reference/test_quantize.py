@@ -21,7 +21,7 @@ from moe_mk.kernels.reference.quantize import (
     round_up_to_power_of_two,
     scales_of,
 )
-from moe_mk.quant.fp8 import Fp8Block, weight_scheme
+from moe_mk.quant.fp8 import weight_scheme
 from moe_mk.quant.tensor import QuantTensor
 from tests.support.draws import normal
 
@@ -77,17 +77,6 @@ def test_each_block_is_within_half_a_spacing_of_e4m3(shape: tuple[int, int], pow
             # Spacing is 2^-3 of the leading power of two, and 2^-9 below 2^-6; f32 rounds the quotient and the product.
             limit = torch.maximum(exact.abs() * 2.0**-4, scale * 2.0**-10) + exact.abs() * 2.0**-22
             assert ((back[block].double() - exact).abs() <= limit).all()
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_zeros_are_zeros_and_not_nan(power_of_two: bool) -> None:
-    w = torch.zeros(256, 128)
-    w[200, 3] = -1.0
-    q = weight_scheme((128, 128), ue8m0=power_of_two).quantize(w)
-    assert torch.equal(q.dequantize(torch.float32), w)
-    assert q.scales is not None and 0 < float(q.scales[0, 0]) < 1e-12
-    values, scales = quantize_rows(torch.zeros(2, 256), 128, power_of_two=power_of_two)
-    assert not values.float().any() and torch.isfinite(scales).all() and (scales > 0).all()
 
 
 TINY = torch.finfo(torch.float32).tiny
@@ -156,15 +145,6 @@ def test_rounding_up_to_a_power_of_two_is_exact(number: float) -> None:
     assert math.frexp(rounded)[0] == 0.5 and rounded / 2 < number <= rounded
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_a_group_with_an_infinity_comes_back_as_nan_whatever_its_scale(power_of_two: bool) -> None:
-    x = normal(1, 256)
-    x[0, 5] = math.inf
-    values, scales = quantize_rows(x, 128, power_of_two=power_of_two)
-    back = values.float().view(1, 2, 128) * scales[..., None]
-    assert back[0, 0].isnan().all() and back[0, 1].isfinite().all()
-
-
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_default_dtype_of_the_host_changes_nothing(default: torch.dtype) -> None:
     x = normal(3, 256) * 1e-8
@@ -190,15 +170,9 @@ def test_other_dtypes_are_read_in_f32_and_left_alone(dtype: torch.dtype) -> None
     assert torch.equal(x, before)
 
 
-def test_dequantising_rounds_once_and_carries_leading_dimensions() -> None:
+def test_dequantising_rounds_once() -> None:
     # 1.75 * (1 + 2^-8) = 1.7568...: one rounding to bf16 from f32, not from a rounded scale.
     values = torch.tensor([[1.75, 1.0]]).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1 + 2.0**-8]])
     back = QuantTensor(values, scales, weight_scheme((1, 2))).dequantize(torch.bfloat16)
     assert torch.equal(back, torch.tensor([[1.75 * (1 + 2.0**-8), 1 + 2.0**-8]]).bfloat16())
-    scheme, parts = Fp8Block("odd", 2, 3), [normal(5, 7, seed=seed) for seed in range(3)]
-    together = scheme.quantize(torch.stack(parts))
-    for index, part in enumerate(parts):
-        alone = scheme.quantize(part)
-        assert torch.equal(together[index].values.view(torch.uint8), alone.values.view(torch.uint8))
-        assert torch.equal(together.dequantize(torch.float32)[index], alone.dequantize(torch.float32))
