@@ -166,6 +166,19 @@ def test_ranks_compare_whatever_changes_their_numbers_or_their_messages() -> Non
     assert {name for name in first if first[name] != notes(half)[name]} >= {"dtype"}
 
 
+@pytest.mark.parametrize("wire", ["auto", "plain", "fp8", "checkpoint"])
+@pytest.mark.parametrize("activations", ["plain", "checkpoint"])
+def test_rows_are_rounded_before_they_are_sent_where_the_experts_or_the_settings_ask(
+    wire: str, activations: str
+) -> None:
+    pins = {"ep": 4, "prepare_finalize": "all_to_all", "experts": "reference"}
+    decision = oracle.select(problem(wire=wire, activations=activations, **pins))
+    rounds = wire in ("fp8", "checkpoint") or (wire == "auto" and activations == "checkpoint")
+    assert (decision.wire, decision.compute) == tuple(
+        decision.problem.activations if each else decision.problem.dtype for each in (rounds, activations != "plain")
+    )
+
+
 @pytest.mark.parametrize("settings", [{}, {"ep": 4}, {"ep": 4, "tokens": "replicated"}, {"experts": "reference"}])
 def test_a_decision_goes_to_json_and_back(settings: dict[str, Any]) -> None:
     reported = oracle.select(problem(**settings)).as_dict()

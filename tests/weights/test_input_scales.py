@@ -205,8 +205,11 @@ def test_a_block_of_prediction_gives_way_and_is_reached_by_its_prefix(
         DeepseekV3MoE.from_checkpoint(folder, 3, dtype=torch.float32, experts="reference", prefix=prefix)(x_TH)
         for prefix in (None, "mtp.layers.{N}.mlp.")
     )
-    alone = DeepseekV3MoE.from_checkpoint(checkpoint(main), 3, dtype=torch.float32, experts="reference")(x_TH)
-    assert torch.equal(first, alone) and not torch.allclose(first, second)
+    alone, predicted = (
+        DeepseekV3MoE.from_checkpoint(checkpoint(only), 3, dtype=torch.float32, experts="reference")(x_TH)
+        for only in (main, other)
+    )
+    assert torch.equal(first, alone) and torch.equal(second, predicted) and not torch.allclose(first, second)
 
 
 def by_hand(x_TH: Tensor, routing: Routing) -> Tensor:
