@@ -156,6 +156,10 @@ def test_the_equation_is_given_by_name_or_inside_the_configuration(tmp_path: Pat
     assert MoEConfig.from_hf(tmp_path, equation=tmp_path / "other.json") == alone
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"layer_equation": EQUATION}))
     assert MoEConfig.from_hf(tmp_path) == alone
+    fewer = EQUATION | {"router": EQUATION["router"] | {"top_k": EQUATION["router"]["top_k"] - 1}}
+    (tmp_path / "other.json").write_text(json.dumps(fewer))
+    named = MoEConfig.from_hf(tmp_path, equation=tmp_path / "other.json")
+    assert named == alone.with_(top_k=alone.router.top_k - 1), "before the one of the folder"
 
 
 def test_every_key_is_documented() -> None:

@@ -265,6 +265,7 @@ def lose_twice_and_disagree(rank: int) -> list[dict[str, Any]]:
     wait(comm.gather_count(1, "counts"))
     for _ in range((2, 0, 1, 2)[rank]):
         left = wait(left.without([1]))  # type: ignore[assignment]
+    assert left.timeout_s == 5.0
     ends: list[dict[str, Any]] = [{"is": str(wait(left.gather_count(rank, "counts")))}] if rank in (0, 3) else []
     if rank < 3:
         ends.append(outcome(lambda: wait(comm.without([3] if rank else [2]))))  # type: ignore[arg-type,return-value]

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_mk.lab.trace.foreign import signed
 from moe_mk.lab.trace.record_check import check_record
 from moe_mk.lab.trace.records import ModelFacts, Sizes, read_record
 from moe_mk.lab.trace.routing import RoutingTrace
@@ -295,3 +296,9 @@ def test_responses_with_parts_of_other_kinds_raise_nothing_but_trace_errors(
     for _ in range(60):
         (tmp_path / "record.json").write_text(json.dumps(replaced([entry(0), entry(1)], draw)))
         outcome(tmp_path / "record.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+def test_ids_of_every_dtype_keep_their_values_beside_minus_one(dtype: torch.dtype) -> None:
+    held = signed(torch.tensor([0, torch.iinfo(dtype).max], dtype=dtype))
+    assert held.tolist() == [0, torch.iinfo(dtype).max] and held.dtype.is_signed
