@@ -1,9 +1,9 @@
 """Every verb in this process: what it prints, what it writes, and its exit code."""
 
-import gc
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,7 +83,9 @@ def test_the_doctor_knows_every_backend(invoke: Invoke, monkeypatch: pytest.Monk
         line = next(line for line in lines if line.startswith(name))
         assert re.match(rf"{re.escape(name)}  +\S", line), line
         assert (library["version"] or library["install"]) in line
-    with_plugins = [each for each in gc.get_objects() if isinstance(each, Registry) and each.group and each.modules]
+    ours = [module for name, module in sys.modules.items() if name.startswith("moe_mk.")]
+    held = {id(value): value for module in ours for value in vars(module).values() if isinstance(value, Registry)}
+    with_plugins = [each for each in held.values() if each.group]
     for each in with_plugins:
         monkeypatch.setattr(each, "broken", {f"a broken {each.kind}": "no such module"})
     facts = json.loads(invoke("doctor", "--set", "ep=8", "--json").stdout)

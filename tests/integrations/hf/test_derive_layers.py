@@ -226,7 +226,7 @@ def compare(folder: Path, model: VariedModel) -> dict[int, str]:
     return refused
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_layers_that_differ_in_any_way_are_right_or_refused(examples: int, tmp_path: Path) -> None:
     number = iter(range(10_000))
 
