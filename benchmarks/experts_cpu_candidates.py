@@ -134,7 +134,7 @@ def errors_of(candidates: Mapping[str, Candidate], batch: Batch, judged: int) ->
 
 
 def without_wrong(candidates: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:
-    """The candidates whose results are those of their weights: a peer that errs is not timed, and said so.
+    """The candidates whose outputs match the reference; other projects' that do not are excluded, with a message.
 
     Raises ValueError before the measurement if a result of ours is wrong or NaN.
     """

@@ -260,7 +260,7 @@ def kt_candidates(library: KtKernel, kind: str, slots: Sequence[Slot]) -> dict[s
 
 
 def kt_stored(library: KtKernel, kind: str, stored: Sequence[Sequence[QuantTensor]]) -> Experts:
-    """kt-kernel's experts of stored codes: INT4, whose tokens it rounds to INT8, others with bf16 tokens."""
+    """kt-kernel's experts with quantized weights: INT4 with activations quantized to INT8, other formats with bf16."""
     names, bits, columns = KT_STORED[kind]
     config = library.config(*_shape(stored))
     for matrix, tensors in zip(KtKernel.MATRICES, stored, strict=True):
