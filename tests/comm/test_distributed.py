@@ -311,7 +311,9 @@ def observed(rank: int, phase: str) -> tuple[int, dict[int, int]]:
         rows = torch.randn(sum(to_W), WIDTH, generator=draw).to(torch.bfloat16)
         wait(comm.all_to_all(rows, to_W, receive, phase))
     received = received_bytes() - before
-    return received, {peer: n for peer, n in comm.traffic.bytes_by_peer[phase].items() if peer != rank}
+    sent = {peer: n for peer, n in comm.traffic.bytes_by_peer[phase].items() if peer != rank}
+    assert comm.traffic.bytes_by_phase[phase] == sum(sent.values()), "what stays on the rank is not sent"
+    return received, sent
 
 
 @pytest.mark.row(35, 37, "N17")
