@@ -170,7 +170,8 @@ class TritonExperts(FusedExperts):
         up, down = stored.quantize(plain), stored.quantize(plain.T)
         biases = SlotBiases(plain[:, 0] if model.gated else None, plain[:, 0], plain[0]) if model.expert_bias else None
         slot = SlotWeights(up if model.gated else None, up, down, biases)
-        return record_bytes(slot, kernel_format_of(stored, problem.activations or BF16))
+        compute = BF16 if problem.config.kernel.activations == "plain" else problem.activations or BF16
+        return record_bytes(slot, _format_of(stored, compute, model.hidden_size, inner))
 
     @classmethod
     def workspace_bytes(cls, problem: Problem, rows: int) -> int:
@@ -188,23 +189,21 @@ class TritonExperts(FusedExperts):
         if isinstance(weights, PackedWeights | PagedWeights):
             return weights
         expect_one_width(weights, "triton")
-        format = kernel_format_of(weights.scheme, self.context.compute)
-        if format.block_scales and self._is_ragged:
-            format = KERNEL_FORMATS["w_mxfp4"]
+        c = self.context
+        format = _format_of(weights.scheme, c.compute, c.hidden_size, c.intermediate_size)
         stays = isinstance(weights, ExpertWeights) and not (format.group or format.row_scales)
         spare = 0 if stays else spare_of(weights.num_slots)
-        if (residency := self.context.residency) is not None and weights.num_slots:
-            if self.context.pool is not None:
+        if (residency := c.residency) is not None and weights.num_slots:
+            if c.pool is not None:
                 raise ConfigError("experts on a GPU share no ResidencyPool: give each layer kernel.residency.slots")
-            limit_s = self.context.timeout_s
-            paged = page(weights, format, residency, self.context.device, on_progress, spare=spare, limit_s=limit_s)
+            paged = page(weights, format, residency, c.device, on_progress, spare=spare, limit_s=c.timeout_s)
             self._parameters = "; ".join(filter(None, (str(paged.cache), self._decoding(paged.stack))))
             return paged
         if stays:
             assert isinstance(weights, ExpertWeights)
-            w13, w2 = (ready(q, self.context.device) for q in (weights.w13, weights.w2))
+            w13, w2 = (ready(q, c.device) for q in (weights.w13, weights.w2))
             return ExpertWeights(w13, w2, weights.layout, weights.gated)
-        packed = pack_weights(weights, format, self.context.device, spare=spare)
+        packed = pack_weights(weights, format, c.device, spare=spare)
         self._parameters = self._decoding(packed)
         return packed
 
@@ -213,20 +212,16 @@ class TritonExperts(FusedExperts):
         return self._parameters
 
     def _decoding(self, packed: PackedWeights) -> str:
-        if kernel_format_of(packed.scheme, self.context.compute).name != "mxfp4":
+        c = self.context
+        if kernel_format_of(packed.scheme, c.compute).name != "mxfp4":
             return ""
         if packed.format.name == "mxfp4":
             return "MXFP4 weights are multiplied as FP8, exactly"
         why = f"scales within {BLOCK} x {BLOCK} weights differ by more than 2^{LARGEST_SHIFT}"
-        if self._is_ragged:
-            sizes = f"{self.context.hidden_size} and {self.context.intermediate_size}"
+        if not _format_of(packed.scheme, c.compute, c.hidden_size, c.intermediate_size).block_scales:
+            sizes = f"{c.hidden_size} and {c.intermediate_size}"
             why = f"FP8 rows need multiples of {BOX_BYTES} and {BLOCK} columns before the products, a rank has {sizes}"
         return f"MXFP4 weights are decoded to bf16, and activations are not rounded: {why}"
-
-    @property
-    def _is_ragged(self) -> bool:
-        """Whether FP8 rows would not be whole boxes before the first product, or whole groups before the second."""
-        return bool(self.context.hidden_size % BOX_BYTES or self.context.intermediate_size % BLOCK)
 
     def fuse_shared_experts(self, weights: Weights, shared: Weights) -> Weights | None:
         """Writes the shared experts into the spare slot behind the routed ones; repeated calls reuse the result."""
@@ -248,10 +243,9 @@ class TritonExperts(FusedExperts):
         with arena.frame(self.context.device) as empty:
             if isinstance(tokens, RowTokens):
                 x = self._readable(tokens.x_RH, experts.format)
-                ids, share = tokens.ids_RK.to(torch.int32), tokens.weights_RK
+                ids, share = tokens.ids_RK.to(torch.int32).contiguous(), tokens.weights_RK.contiguous()
                 expected_N = ids.numel() if tokens.expected_N is None else tokens.expected_N
                 tile = self._tile(tuned, expected_N / self.context.num_slots)
-                ids, share = ids.contiguous(), share.contiguous()
                 if tokens.most_K is not None and tokens.most_K < ids.shape[1]:
                     ids, share = self.kernels.first_kept(ids, share, tokens.most_K, empty)
                 if paged is not None:
@@ -339,6 +333,12 @@ class TritonExperts(FusedExperts):
             rows = (*x.values.shape[:-1], 1)
             return x.values, torch.full(rows, x.scheme.scale, dtype=torch.float32, device=x.values.device)
         return x.values, x.scales
+
+
+def _format_of(weights: QuantScheme, compute: QuantScheme, hidden: int, inner: int) -> KernelFormat:
+    """Without FP8 products if rows are not whole boxes before the first one, or whole groups before the second."""
+    format = kernel_format_of(weights, compute)
+    return KERNEL_FORMATS["w_mxfp4"] if format.block_scales and (hidden % BOX_BYTES or inner % BLOCK) else format
 
 
 def _target_of(device: DeviceProfile) -> Target | None:

@@ -18,6 +18,7 @@ from moe_mk.experts.triton import tuning as triton_tuning
 from moe_mk.experts.triton.experts import kernel_format_of
 from moe_mk.experts.triton.paged import page
 from moe_mk.experts.triton.tuning import Case, tuned_folder
+from moe_mk.kernels.triton.kernel_format import KERNEL_FORMATS
 from moe_mk.kernels.triton.tile import Tile
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.lab.tuning import TunedPoint, save_measured
@@ -47,17 +48,32 @@ def test_an_h200_with_triton_is_served_in_fp8_and_bf16_inside_a_graph() -> None:
 
 
 @pytest.mark.row(174)
-@pytest.mark.parametrize("weights", ["fp8_block", *slow("bf16", "mxfp4", "nvfp4", "int4_g32_zp", "int8")])
-def test_experts_below_a_gpu_are_planned_with_the_size_of_their_records(weights: str) -> None:
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
-    asked = problem(weights=weights, residency={"slots": 3}, **sizes)
+@pytest.mark.parametrize(
+    ("weights", "settings", "inner", "format"),
+    [
+        ("fp8_block", {}, 256, "fp8"),
+        *slow(
+            # Decoded to FP8 if rows are rounded and of whole groups, else to bf16, without scales of blocks.
+            ("mxfp4", {"quant": {"activations": "fp8"}}, 256, "mxfp4"),
+            ("mxfp4", {"quant": {"activations": "fp8"}}, 64, "w_mxfp4"),
+            ("mxfp4", {"quant": {"activations": "fp8"}, "activations": "plain"}, 256, "w_mxfp4"),
+            ("bf16", {}, 256, "plain"), ("nvfp4", {}, 256, "w_nvfp4"), ("int8", {}, 256, "int8"),
+            ("int4_g32_zp", {}, 256, "w_int4_zero"),
+        ),
+    ],
+)  # fmt: skip
+def test_experts_below_a_gpu_are_planned_with_the_size_of_their_records(
+    weights: str, settings: dict[str, Any], inner: int, format: str
+) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": inner, "num_experts": 8}
+    asked = problem(weights=weights, residency={"slots": 3}, **sizes, **settings)
     decision = oracle.select(asked)
     assert decision.chosen.experts == "triton" and memory.resident_experts(asked) == 3
     assert reasons(problem(weights=weights, residency={"slots": 3}, graphs=True))[0].startswith("graphs: ")
-    stack = random_experts(asked.weights, 8, 512, 256, torch.device("cpu"))
-    format, residency = kernel_format_of(asked.weights, decision.compute), asked.config.kernel.residency
+    stack = random_experts(asked.weights, 8, 512, inner, torch.device("cpu"))
+    residency = asked.config.kernel.residency
     assert residency is not None
-    paged = page(stack, format, residency, torch.device("cpu"), limit_s=60.0)
+    paged = page(stack, KERNEL_FORMATS[format], residency, torch.device("cpu"), limit_s=60.0)
     assert paged.cache.record_bytes == memory.slot_bytes(asked) and paged.counts.slots == 3
     on_a_cpu = problem("cpu", weights="bf16", residency={"slots": 3}, installed=("c++",))
     named = [str(reason) for reason in EXPERTS["cpu_native"].reasons_against(on_a_cpu)]
