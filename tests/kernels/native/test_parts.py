@@ -1,6 +1,9 @@
 """Weights in groups and in ggml blocks: packing gives every bit back, products equal f64 on every instruction set."""
 
+import copy
+import math
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -236,25 +239,36 @@ def test_packed_bytes_are_those_of_the_checkpoint(native: Native) -> None:
         assert packed.num_bytes == scheme.num_bytes(256, 512), name
 
 
-def test_damaged_scales_and_zero_points_are_refused(native: Native) -> None:
+@pytest.mark.parametrize("scheme", quick_schemes(), ids=lambda s: s.name)
+def test_a_scale_minimum_or_bias_that_is_not_finite_is_refused_in_each_source(
+    native: Native, scheme: QuantScheme
+) -> None:
+    layer = PartsLayer(1, *sizes(scheme), scheme=scheme)
+    packed, clean = allocate(native, layer.layouts()[0], 1), [layer.tensors[name][0] for name in ("gate", "up")]
+    for value, source in product((math.nan, math.inf, -math.inf), (0, 1)):
+        for part in scheme.blocks.halves if isinstance(scheme, Gguf) else ("scales", "zeros"):
+            given = copy.deepcopy(clean)
+            if isinstance(part, int):  # the place of an f16 in a block
+                blocks = given[source].values[-1].view(-1, scheme.blocks.num_bytes)  # type: ignore[attr-defined]
+                blocks[-1, part : part + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
+            elif (held := getattr(given[source], part)) is not None and held.is_floating_point():
+                held[-1, -1] = value
+            else:
+                continue
+            with pytest.raises(WeightError, match=r"w13 of slot 0: 1 of its \w+ (scales|biases) are NaN or infinite"):
+                pack_matrix(packed, 0, given, "w13", native)
+
+
+def test_damaged_zero_points_are_refused(native: Native) -> None:
     layout = MatrixLayout(32, 64, False, Format.INT4, parts=PartScales(32, torch.float16, zeros=True))
     packed, w = allocate(native, layout, 1), torch.zeros(32, 32, dtype=torch.uint8)
     scales, zeros = torch.ones(32, 2, dtype=torch.float16), torch.zeros(32, 2, dtype=torch.uint8)
-    bad = scales.clone()
-    bad[3, 1] = float("inf")
-    with pytest.raises(WeightError, match="w2: 1 of its INT4 scales are NaN or infinite"):
-        pack_slot(native, packed, 0, (w,), (bad,), zeros=(zeros,), name="w2")
     with pytest.raises(WeightError, match="a zero point of 17 for codes below 16"):
         pack_slot(native, packed, 0, (w,), (scales,), zeros=(zeros + 17,))
     pack_slot(native, packed, 0, (w,), (scales,), zeros=(zeros + 16,))  # of GPTQ, stored less one: no code is above it
     assert torch.equal(unpack_zeros(packed, 0)[0], zeros + 16)
     with pytest.raises(ShapeError, match=r"zero points are none; expected 1 of \(32, 2\) torch.uint8"):
         pack_slot(native, packed, 0, (w,), (scales,))
-    blocks = allocate(native, MatrixLayout.of_blocks(32, 256, False, BlockType.Q4_K), 1)
-    raw = torch.zeros(32, 144, dtype=torch.uint8)
-    raw[5, 2:4] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
-    with pytest.raises(WeightError, match="1 of its Q4_K scales are NaN or infinite"):
-        pack_slot(native, blocks, 0, (raw,))
 
 
 def test_layouts_that_cannot_be_packed_are_refused() -> None:
