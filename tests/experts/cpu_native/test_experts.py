@@ -8,6 +8,7 @@ import torch
 from moe_mk.experts.base import EXPERTS, ExpertsContext
 from moe_mk.experts.held import HeldExperts
 from moe_mk.experts.reference import ReferenceExperts
+from moe_mk.kernels.native.library import Isa
 from moe_mk.lab.testing.experts import random_experts
 from moe_mk.quant.kinds import scheme_of_kind
 from moe_mk.quant.plain import BF16, FP32
@@ -75,9 +76,15 @@ def test_a_packed_slot_gives_back_its_biases() -> None:
             assert torch.equal(mine, theirs.float())
 
 
-def test_the_kernels_are_asked_for_batch_invariance() -> None:
-    modes = [EXPERTS["cpu_native"](context(batch_invariant=asked)).mode for asked in (False, True)]
-    assert [mode.batch_invariant for mode in modes] == [False, True]
+def test_packed_experts_are_multiplied_with_the_settings_of_each_backend() -> None:
+    packed, made = None, []
+    for settings in ({}, {"batch_invariant": True}, {"instruction_set": "scalar"}, {"own_threads": True}):
+        backend = EXPERTS["cpu_native"](context(**settings))
+        packed = backend.relayout(weights(biases=True) if packed is None else packed)
+        call = vars(packed.call(backend.native, backend.mode))
+        made.append((call["_block"].batch_invariant, call["_block"].isa == Isa.SCALAR, call["_native"].own_threads))
+    scalar = made[0][1]
+    assert made == [(0, scalar, False), (1, scalar, False), (0, True, False), (0, scalar, True)]
 
 
 @pytest.mark.parametrize("kind,own", [("int4_g32", "bf16"), ("q4_k", "q6_k"), ("bf16", "int4_g128_zp")])

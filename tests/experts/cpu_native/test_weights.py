@@ -1,5 +1,7 @@
 """Packed experts of every scheme: back bit for bit, moved as bytes, cut for tensor parallelism, at their old size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -182,6 +184,8 @@ def test_rounded_tokens_and_shared_experts_in_bf16_are_separate_calls() -> None:
     alike, plain = packed(experts(scheme)), packed(experts(BF16))
     assert backend.fuse_shared_experts(own, alike) is not None
     assert backend.fuse_shared_experts(own, plain) is None
+    ungated = [replace(slot, gate_IH=None) for slot in experts(scheme).slots]
+    assert backend.fuse_shared_experts(own, packed(replace(experts(scheme), slots=tuple(ungated)))) is None
     assert EXPERTS["cpu_native"](context()).fuse_shared_experts(own, plain) is not None
 
 
