@@ -113,15 +113,21 @@ def test_settings_exclude_each_other_as_listed_and_no_others() -> None:
     assert {one: others for one, others in found.items() if others} == REFUSED
 
 
-@pytest.mark.parametrize("kinds", ["bf16 same", "fp8_block same", "fp8_block bf16", "bf16 fp8_block"])
+@pytest.mark.parametrize(
+    "kinds",
+    ["bf16 same", "fp8_block same", "fp8_block bf16", "bf16 fp8_block", "bf16 bf16 int8_g32", "int8_g32 bf16 bf16"],
+)
 def test_a_tp_size_is_legal_exactly_if_every_share_is_whole_and_starts_at_a_block_edge(kinds: str) -> None:
-    weights, of_shared = kinds.split()
+    weights, of_shared, *of_down = kinds.split()
     for share, shared_share, tp, block in product((7, 8, 24, 32), (0, 7, 8, 32), (1, 2, 3), ((8, 32), (32, 8))):
         for width, shared in ((share * tp, shared_share * tp), (share * tp + 1, shared_share * tp)):
             model = {"moe_intermediate_size": width, "num_shared_experts": int(shared > 0)}
             model |= {"shared_intermediate_size": shared or None}
-            model |= {"quant": {"weights": weights, "shared": of_shared, "block": block}}
-            sides = block if "fp8_block" in kinds else (1,)
+            model |= {
+                "quant": {"weights": weights, "shared": of_shared, "block": block}
+                | dict(zip(["down"], of_down, strict=False))
+            }
+            sides = block if "fp8_block" in kinds else (32 if "int8_g32" in of_down else 1,)
             if tp == 1 or all(w % tp == 0 and (w // tp) % side == 0 for w in (width, shared) for side in sides):
                 assert config(model=model, parallel={"tp": tp}).parallel.tp == tp
             else:

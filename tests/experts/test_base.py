@@ -34,10 +34,11 @@ def test_every_reason_is_reported_at_once() -> None:
         kinds=frozenset({"cuda"}), min_arch=(10, 0), block_sides=frozenset({64}), activations=frozenset({"relu2"}),
         dtypes=frozenset({"bf16"}), deterministic=False,
     )  # fmt: skip
-    assert reported(traits, problem(activations="checkpoint", deterministic=True)) == {
+    blocks = {"weights": "fp8_block", "block": (64, 128)}
+    assert reported(traits, problem(activations="checkpoint", deterministic=True, quant=blocks)) == {
         "arch": "needs sm_100, this device is sm_90",
         "deterministic": "is not deterministic [kernel.deterministic = false]",
-        "block": "reads FP8 blocks with sides 64, the experts have 128x128",
+        "block": "reads FP8 blocks with sides 64, the experts have 64x128",
         "activation": "has relu2, the model needs silu",
         "dtype": "computes in bf16, the layer is fp16",
         "activations": "multiplies with plain activations only [kernel.activations = auto]",
@@ -57,10 +58,6 @@ def test_a_down_projection_of_another_format_is_read_or_refused_by_its_name(back
     refused = [str(reason) for reason in reasons if reason.code == "weights"]
     named = "reads one format for all projections, the experts have bf16 and mxfp4"
     assert (named in refused) == (not chosen.traits.mixed_weights)
-
-
-def test_the_layouts_a_backend_reads_come_best_first() -> None:
-    assert ReferenceExperts.traits.consumes == tuple(ReferenceExperts.traits.emits)
 
 
 def test_experts_that_route_inside_judge_problems_by_the_same_traits_and_refuse_all_that_they_leave_out() -> None:

@@ -43,6 +43,10 @@ def test_experts_take_the_longer_of_reading_and_multiplying_and_their_launches(
 def test_shared_experts_have_the_width_of_tokens_and_routed_ones_that_of_projections() -> None:
     asked = small(latent_size=64, num_shared_experts=1)
     assert (expert_bytes(asked), mlp_bytes(asked, 128, shared=True)) == (3 * 128 * 64 * 2, 3 * 128 * 256 * 2)
+    mixed = small(num_shared_experts=1, quant={"weights": "int8_g32", "down": "int4_g32", "shared": "bf16"})
+    in_groups = 128 * 256 // 32 * 2  # bf16 scales
+    assert expert_bytes(mixed) == 2 * (128 * 256 + in_groups) + 128 * 256 // 2 + in_groups
+    assert mlp_bytes(mixed, 128, shared=True) == 3 * 128 * 256 * 2
 
 
 @pytest.mark.parametrize("ep,tp,per_node", [(1, 1, 8), (4, 1, 8), (8, 1, 8), (16, 1, 8), (16, 2, 8), (8, 4, 4)])

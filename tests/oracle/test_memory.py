@@ -89,15 +89,16 @@ def test_a_pair_that_fits_to_the_last_byte_is_eligible_and_with_one_byte_less_it
             assert oracle.select(room).chosen == decision.chosen
 
 
-@pytest.mark.parametrize("ep", [1, 4, 64, 256])
-def test_no_rank_counts_more_resident_experts_than_it_has(ep: int) -> None:
-    made = partial(problems.problem, device="cpu", ep=ep)
+@pytest.mark.parametrize(("ep", "tokens"), [(1, 64), (4, 64), (4, 1), (4, 7), (64, 64), (256, 64)])
+def test_no_rank_counts_more_resident_experts_than_it_has(ep: int, tokens: int) -> None:
+    made = partial(problems.problem, device="cpu", ep=ep, num_tokens=tokens)
     whole, of_one = made(), weights_bytes(made(residency={"slots": 1, "store": "/tmp"}))
     for slots in (1, 2, 63, 64, 65, 256, 1000):
         asked = made(residency={"slots": slots, "store": "/tmp"})
         assert resident_experts(asked) == min(slots, whole.slots)
-        if (reads := expected_reads(asked)) is not None:  # 64 tokens of 8 choices on each rank may use all of them
-            assert (reads.most_used, reads.least_bytes) == (whole.slots, (whole.slots - slots) * of_one)
+        if (reads := expected_reads(asked)) is not None:  # the tokens of all ranks have 8 choices each
+            most = min(whole.slots, ep * tokens * 8)
+            assert (reads.most_used, reads.least_bytes) == (most, max(most - slots, 0) * of_one)
     for num_bytes in (1, of_one - 1, of_one, 2 * of_one, whole.slots * of_one - 1, 10_000 * of_one):
         asked = made(residency={"bytes": num_bytes, "store": "/tmp"})
         assert resident_experts(asked) == min(max(num_bytes // of_one, 1), whole.slots)

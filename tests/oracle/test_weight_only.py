@@ -64,8 +64,9 @@ def test_native_kernels_hold_a_type_that_they_do_not_read_in_one_with_the_same_v
     assert (decision.problem.weights.name, decision.problem.config.model.quant.down) == (held, "q4_k")
     assert decision.effect.rounding == (BF16.relative_rms if held == "bf16" else 0.0)
     assert f"{quant} and q4_k weights are held as {held} and q4_k: " in str(decision.effect)
-    stored = oracle.select(replace(asked, config=asked.config.with_(fallback=False)))
-    assert stored.chosen.experts == "torch_cpu" and stored.effect is None
+    for settings in ({"fallback": False}, {"experts": "torch_cpu"}):  # which reads it
+        stored = oracle.select(replace(asked, config=asked.config.with_(**settings)))
+        assert stored.chosen.experts == "torch_cpu" and stored.effect is None, settings
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED, *GGUF) if kind not in PLAIN_KINDS])
