@@ -145,19 +145,6 @@ def test_rounding_up_to_a_power_of_two_is_exact(number: float) -> None:
     assert math.frexp(rounded)[0] == 0.5 and rounded / 2 < number <= rounded
 
 
-@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_default_dtype_of_the_host_changes_nothing(default: torch.dtype) -> None:
-    x = normal(3, 256) * 1e-8
-    expected = quantize_rows(x, 128, power_of_two=True)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        values, scales = quantize_rows(x, 128, power_of_two=True)
-    finally:
-        torch.set_default_dtype(before)
-    assert torch.equal(scales, expected[1]) and torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_are_read_in_f32_and_left_alone(dtype: torch.dtype) -> None:
     x = normal(4, 130).to(dtype)
