@@ -177,7 +177,8 @@ def test_a_swinging_load_costs_one_plan_per_dwell_time() -> None:
         serve(ranks, 5)
     assert 2 <= len(plans) <= 1 + 120 // 35
     assert all(later - earlier >= 35 for earlier, later in pairwise(plans))
-    assert ranks[0].manager.status().predicted_bytes > 0
+    received = sum(rank.manager.status().received_bytes for rank in ranks)
+    assert ranks[0].manager.status().predicted_bytes >= received > 0, "of all plans together"
     assert [rank.wrong for rank in ranks] == [[]] * RANKS
 
 
