@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from moe_mk.comm import LockstepWorld, SingleRank
+from moe_mk.comm import Communicator, LockstepWorld, SingleRank
 from moe_mk.comm.communicator import offsets, sum_in_order, summing_dtype
-from moe_mk.comm.failure import Exclusive, describe
-from moe_mk.errors import CommError
+from moe_mk.comm.failure import Exclusive, Failure, describe
+from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import InFlight, interleave, wait
 from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from tests.layer.interrupted_ranks import Interrupts
@@ -32,18 +32,10 @@ def test_parts_are_added_one_after_the_other_and_left_alone() -> None:
         assert torch.equal(sum_in_order([number.expand(shape) for number in numbers]), torch.ones(shape))
 
 
-@pytest.mark.parametrize(
-    "dtype, sums",
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.int64, torch.int64),
-    ],
-)
-def test_only_narrow_floats_are_widened(dtype: torch.dtype, sums: torch.dtype) -> None:
-    assert summing_dtype(dtype) == sums and sum_in_order([torch.ones(1, dtype=dtype)]).dtype == dtype
+def test_only_narrow_floats_are_widened() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64):
+        assert summing_dtype(dtype) == (torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
+        assert sum_in_order([torch.ones(1, dtype=dtype)]).dtype == dtype
 
 
 @pytest.mark.parametrize("bad", [16, -2, 2**31 - 1])
@@ -71,10 +63,15 @@ def test_every_collective_of_a_single_rank_returns_what_it_got() -> None:
     assert (comm.rank, comm.size) == (0, 1) and not comm.traffic.bytes_by_phase
 
 
-def test_a_single_rank_hops_as_often_as_any_group() -> None:
-    comm, rows = SingleRank(), torch.zeros(0, 2)
-    assert list(comm.all_to_all(rows, [0], [0], "dispatch")) == [InFlight("dispatch")]
-    assert list(comm.all_reduce(rows, "late")) == [InFlight("late")]
+@pytest.mark.parametrize("comm", [SingleRank(), LockstepWorld(1).communicators()[0]])
+def test_every_collective_is_one_hop_whatever_the_group(comm: Communicator) -> None:
+    rows = torch.zeros(0, 2)
+    for flight in (
+        comm.all_to_all(rows, [0], [0], "a"),
+        comm.all_reduce(rows, "a"),
+        comm.reduce_scatter(rows, [0], "a"),
+    ):
+        assert list(flight) == [InFlight("a")]
 
 
 def refused(text: str = "it is held") -> CommError:
@@ -126,16 +123,17 @@ def test_a_lock_is_waited_for_until_a_limit() -> None:
         in_native_call(held)
 
 
-def test_an_error_of_a_call_from_before_a_recovery_ends_no_call_after_it() -> None:
-    comms = LockstepWorld(2).communicators()
-    of_call = comms[0].status.epoch
-    comms[0].fail(RuntimeError("of the first call"))
-    with pytest.raises(CommError, match="of the first call"):
-        comms[1].check("dispatch")
-    interleave([comm.recover() for comm in comms])
-    comms[0].fail(RuntimeError("late"), of_call)
-    for comm in comms:
-        comm.check("dispatch")
-    comms[0].fail(RuntimeError("of now"), comms[0].status.epoch)
-    with pytest.raises(CommError, match="of now"):
-        comms[1].check("dispatch")
+def test_what_a_failure_was_not_reported_to_hears_of_it_before_a_recovery_which_all_must_survive() -> None:
+    comms, lacking, other = LockstepWorld(2).communicators(), Mock(), Mock()
+    lacking.abort.side_effect, lacking.reopen.side_effect = (
+        [MemoryError, None],
+        [UnsupportedError("no", []), *[None] * 2],
+    )
+    for resource in (lacking, other):
+        comms[0].keep(resource)
+    comms[1].fail(CommError("no answer", rank=1, phase="dispatch", peer=0))
+    failure = comms[0].status.failure
+    assert failure == Failure("no answer", 0) and [lacking.abort.call_count, other.abort.call_count] == [1, 1]
+    with pytest.raises(UnsupportedError):
+        interleave([comm.recover() for comm in comms])
+    assert comms[0].status.failure is failure and [lacking.abort.call_count, other.abort.call_count] == [2, 2]

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_mk.comm import Communicator, LockstepWorld
 from moe_mk.comm.agreement import agree, digest
 from moe_mk.errors import CommError
-from moe_mk.flight import Flight, InFlight, interleave, wait
+from moe_mk.flight import Flight, interleave, wait
 
 Calls = tuple[list[str], list[int]]
 NOTES = {"experts": "torch_cpu", "wire": "fp8_1x128"}
@@ -75,12 +75,6 @@ def test_a_rank_in_another_call_is_named(mine: Calls, theirs: Calls, text: str) 
     world.boxes[-1, 0][0] = ("memory that ranks share", rows(1))
     interleave([first.recover(), second.recover()])
     assert set(world.boxes) == {(-1, 0)}, "of calls nothing is left"
-
-
-def test_every_call_is_one_hop() -> None:
-    comm = LockstepWorld(1).communicators()[0]
-    assert list(comm.all_gather(rows(1), [1], "gather")) == [InFlight("gather")]
-    assert list(comm.reduce_scatter(rows(1), [1], "combine")) == [InFlight("combine")]
 
 
 @pytest.mark.parametrize("other", [{}, {"experts": "torch_cpu"}, {**NOTES, "wire": "bf16"}])

@@ -68,8 +68,14 @@ def test_everything_else_is_the_groups_own() -> None:
         total = yield from comm.all_reduce(torch.ones(2), "late")
         return counts, total.tolist()
 
-    for found in interleave([other_calls(PointToPoint(comm)) for comm in LockstepWorld(3).communicators()]):
-        assert found == ([1, 2, 3], [3.0, 3.0])
+    comms = LockstepWorld(3).communicators()
+    made = [PointToPoint(comm) for comm in comms]
+    made[1].fail(RuntimeError("a bad forward"))
+    interleave([one.recover() for one in made])
+    assert interleave([other_calls(one) for one in made]) == [([1, 2, 3], [3.0, 3.0])] * 3
+    for one, comm in zip(made, comms, strict=True):
+        assert comm.status.epoch == 1
+        assert all(getattr(one, name) is getattr(comm, name) for name in ("kept", "lock", "status", "traffic"))
 
 
 world = world_of(3)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_mk.comm.communicator import Communicator
 from moe_mk.comm.lockstep import LockstepWorld
 from moe_mk.comm.threads import ThreadCommunicator, ThreadWorld
 from moe_mk.errors import CommError
-from moe_mk.flight import interleave, wait
+from moe_mk.flight import Flight, interleave, wait
 
 
 def rows_of(rank: int, ranks: int) -> tuple[Tensor, list[int], list[int]]:
@@ -59,3 +60,32 @@ def test_a_rank_that_never_comes_is_named_within_the_time() -> None:
 def test_an_error_of_one_rank_reaches_the_caller() -> None:
     with pytest.raises(ValueError, match="no such expert"):
         ThreadWorld(2).together([Mock(), Mock(side_effect=ValueError("no such expert"))])
+
+
+@pytest.mark.parametrize("kind", [LockstepWorld, ThreadWorld])
+def test_every_recovery_is_one_of_all_ranks_and_the_next_call_may_come_at_once(kind: type[LockstepWorld]) -> None:
+    world = kind(3)
+    comms = world.communicators()
+
+    def recovered(comm: Communicator, number: int) -> Flight[tuple[int, list[int], int]]:
+        largest = yield from comm.recover(number)
+        return largest, (yield from comm.gather_count(comm.rank, "counts")), comm.status.epoch
+
+    for epoch, number in ((1, 30), (2, 20), (3, 10)):  # the largest number is that of this recovery
+        next(comms[0].gather_count(1, "of the call that fails"))
+        comms[1].fail(RuntimeError("a bad forward"))
+        flights = [recovered(comm, number + comm.rank) for comm in comms]
+        found = (
+            world.together([partial(wait, f) for f in flights])
+            if isinstance(world, ThreadWorld)
+            else interleave(flights)
+        )
+        assert found == [(number + 2, [0, 1, 2], epoch)] * 3
+
+
+def test_a_call_for_which_all_have_come_ends_whoever_fails_afterwards() -> None:
+    comms = ThreadWorld(2).communicators()
+    flights = [comm.gather_count(comm.rank, "counts") for comm in comms]
+    next(flights[0]), next(flights[1])
+    comms[1].fail(RuntimeError("in its next call"))
+    assert wait(flights[0]) == [0, 1]

@@ -20,7 +20,7 @@ from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.prepare_finalize.packing import packed_row_bytes
 from moe_mk.quant import BF16
 from moe_mk.quant.fp8 import FP8_1x128
-from moe_mk.tokens import ExpertOutput, Routing, RowTokens
+from moe_mk.tokens import ExpertOutput, OutputStage, Routing, RowTokens
 from tests.support.tiers import quick_where
 from tests.support.worlds import world_of
 
@@ -56,13 +56,16 @@ def batch(rank: int, tokens: int, seed: int) -> tuple[Tensor, Routing]:
     return x_TH, Routing(ids_TK, torch.rand((tokens, TOP_K), generator=draw))
 
 
-def call(transport: AllToAll, x_TH: Tensor, routing: Routing, seen: list[Any]) -> Flight[Tensor]:
+def call(transport: AllToAll, x_TH: Tensor, routing: Routing, seen: list[Any], number: int = 2) -> Flight[Tensor]:
+    """number: of the call; the outputs of some are not dense, or in f32."""
     received = yield from transport.prepare(x_TH, routing)
     assert isinstance(received, RowTokens)
     x_RH = received.x_RH
     seen += [x_RH.values.clone(), x_RH.scales, received.ids_RK.clone(), received.weights_RK.clone()]
-    y_RH = (x_RH.dequantize(torch.float32) * received.weights_RK.sum(dim=1, keepdim=True)).to(torch.bfloat16)
-    return (yield from transport.finalize(ExpertOutput.reduced(y_RH, torch.bfloat16, None), received))
+    y_RH = x_RH.dequantize(torch.float32) * received.weights_RK.sum(dim=1, keepdim=True)
+    y_RH = y_RH.to(torch.bfloat16) if number % 3 else y_RH
+    y_RH = torch.cat((y_RH, y_RH + 1), 1)[:, :HIDDEN] if number % 2 else y_RH
+    return (yield from transport.finalize(ExpertOutput(y_RH, OutputStage.REDUCED), received))
 
 
 def yields_of(flight: Flight[Tensor]) -> tuple[list[str], Tensor]:
@@ -91,7 +94,7 @@ def compare(rank: int, seed: int, wire: Any) -> list[str]:
         for transport in (merged, first):
             transport.context.comm.traffic.reset()
             seen: list[Any] = []
-            names, y_TH = yields_of(call(transport, x_TH, routing, seen))
+            names, y_TH = yields_of(call(transport, x_TH, routing, seen, number))
             traffic = transport.context.comm.traffic
             peers = {phase: {p: n for p, n in by.items() if n} for phase, by in traffic.bytes_by_peer.items()}
             found.append((names, peers, traffic.bytes_by_phase, bits([*seen, y_TH])))

@@ -77,7 +77,7 @@ def there_and_back(
     x: Tensor, ids: Tensor, weights: Tensor, comm: Any, options: DistributeOptions, active_T: Tensor | None = None
 ) -> Flight[Tensor]:
     """Identity experts."""
-    d = yield from distribute_dispatch(x, ids, weights, comm, options, active_T)
+    d = yield from distribute_dispatch(x, ids, weights, active_T=active_T, options=options, comm=comm)
     y = d.expand_x if d.dynamic_scales is None else d.expand_x.float() * d.dynamic_scales[:, None]
     assert len(y) == len(d.expand_scales) == int(d.tp_recv_counts) == int(d.ep_recv_counts[-1])
     back = y.to(x.dtype), ids, weights, d.expand_idx, d.ep_recv_counts, comm, options, active_T
@@ -92,7 +92,7 @@ def test_identity_experts_return_each_token_times_the_sum_of_its_weights(ranks: 
     for case in hostile_routings(ranks, num_experts=8, top_k=3):
         draw = torch.Generator().manual_seed(ranks)
         x = [torch.randn((count, 16), generator=draw).bfloat16() for count in case.num_tokens]
-        weights = [r.weights_TK.float() for r in case.routings]
+        weights = [r.weights_TK.to(torch.bfloat16 if quant_mode else torch.float32) for r in case.routings]
         comms = LockstepWorld(ranks).communicators()
         masks = [torch.rand(len(tokens), generator=draw) < 0.6 for tokens in x]
         for active in ([None] * ranks, masks):

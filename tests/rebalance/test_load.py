@@ -29,9 +29,11 @@ def test_a_counter_that_starts_over_takes_nothing_away() -> None:
     assert window.counts_2XE[1, 0].tolist() == [4, 0]
 
 
-def test_an_unknown_phase_is_named() -> None:
+def test_an_unknown_phase_and_a_decay_that_leaves_no_room_for_what_is_new_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"phase 'decoding' is unknown.*decode"):
         LoadHistory(1, 1, decay=0.0).load("decoding")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"decay=1.0 must lie in \[0, 1\)"):
+        LoadHistory(1, 1, decay=1.0)
 
 
 def test_smoothing_by_hand_and_an_idle_phase_keeps_its_average() -> None:
@@ -44,11 +46,6 @@ def test_smoothing_by_hand_and_an_idle_phase_keeps_its_average() -> None:
     for phase in ("prefill", "decode", "all"):
         history.load(phase)[:] = -1  # type: ignore[arg-type]  # what a caller does with it is no load
     assert history.load("all").tolist() == [[11, 5]] and history.load("prefill").tolist() == [[6, 2]]
-
-
-def test_decay_must_leave_room_for_what_is_new() -> None:
-    with pytest.raises(ConfigError, match=r"decay=1.0 must lie in \[0, 1\)"):
-        LoadHistory(1, 1, decay=1.0)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ import pytest
 
 from moe_mk import ExpertMap, ShapeError
 from moe_mk.rebalance import Ledger, measure_balance
-from moe_mk.rebalance.ledger import rank_times
 
 
 @pytest.mark.row(10, 14)
@@ -19,14 +18,6 @@ def test_both_levels_by_hand() -> None:
     shared = ExpertMap(((0, 1, 3), (2, 0, 3)), 4, (0.5, 1.0, 0.5, 1.0, 0.5, 0.5))
     even = measure_balance(load_XE, Ledger.of([shared], 1, None))
     assert even.rank_max_over_mean_X == pytest.approx([1.0]) and even.expert_cv_X == pytest.approx([3**0.5 / 3])
-
-
-def test_a_slow_rank_should_carry_less() -> None:
-    # Rank 1 at half speed: ideal time of 12 tokens is 12 / 1.5 = 8; 8 tokens on rank 0 and 4 on rank 1 are even.
-    ledger = Ledger.of([ExpertMap.linear(4, 2)], 1, (1.0, 0.5))
-    load_XE = np.array([[6.0, 2.0, 2.0, 2.0]])
-    assert rank_times(load_XE, ledger).tolist() == [[8.0, 8.0]]
-    assert measure_balance(load_XE, ledger).rank_max_over_mean_X == pytest.approx([1.0])
 
 
 def test_no_load_is_even_and_layers_add_up_to_a_step() -> None:

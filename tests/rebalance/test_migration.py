@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_mk.comm import LockstepWorld
 from moe_mk.comm.failure import Change
 from moe_mk.errors import WeightError
-from moe_mk.rebalance import RebalanceWarning
+from moe_mk.rebalance import RebalanceWarning, measure_balance
 from moe_mk.rebalance.migration import Migration
 from moe_mk.rebalance.transfer import HEADER, PHASE
 from moe_mk.weights import SlotWeights
@@ -285,6 +285,9 @@ def test_bytes_are_counted_while_layers_are_still_under_way() -> None:
     while ranks[0].manager.status().epochs != (1, 1):
         serve(ranks, 1)
         received.append(sum(rank.manager.status().received_bytes for rank in ranks))
+    first = ranks[0].manager
+    assert first.balance is not None
+    assert first.balance.as_dict() == measure_balance(first.history.load("all"), first.ledger).as_dict()
     left = lose(ranks, 3)
     while any(layer.expert_map.lost for layer in left[0].layers):
         serve(left, 1)

@@ -51,11 +51,6 @@ class OnePlanner:
         return None if self.planner.outbox is None else PlanMessage.decode(self.planner.outbox)
 
 
-def test_without_a_wish_nothing_is_planned() -> None:
-    one = OnePlanner().saw(8, 1, 1)
-    assert not one.think() and one.finish() is None and one.planner.reason == ""
-
-
 def test_a_full_plan_is_made_once_a_load_is_known() -> None:
     one = OnePlanner()
     one.planner.wanted = True
@@ -110,14 +105,17 @@ def test_shares_are_solved_anew_once_a_window_where_it_may_pay() -> None:
 
 
 @pytest.mark.parametrize("gain,announced", [(0.5, True), (0.51, False)])
-def test_new_shares_are_announced_if_they_gain_as_much_as_asked(gain: float, announced: bool) -> None:
-    one = OnePlanner(resplit_gain=gain).saw(4, 4, 0)
-    # 2 + 4 tokens on rank 0, 4 a rank are ideal.
-    assert measure_balance(one.history.load("all"), one.ledger).step_over_ideal == 1.5
+@pytest.mark.parametrize("tokens,before,after", [((4, 4, 0), 1.5, 1.0), ((4, 12, 0), 1.75, 1.5)])
+def test_new_shares_are_announced_if_they_gain_as_much_as_asked(
+    gain: float, announced: bool, tokens: tuple[int, ...], before: float, after: float
+) -> None:
+    # 2 + 4 tokens on rank 0, 4 a rank are ideal; or 2 + 12, of which 12 stay there, and 8.
+    one = OnePlanner(resplit_gain=gain * (before - after) / 0.5).saw(*tokens)
+    assert measure_balance(one.history.load("all"), one.ledger).step_over_ideal == before
     one.think(uneven=9.0)
     assert (one.finish() is not None) == announced
     if not announced:
-        assert one.planner.reason == "nothing gained: step time 1.5000 of ideal, 1.0000 with new shares"
+        assert one.planner.reason == f"nothing gained: step time {before:.4f} of ideal, {after:.4f} with new shares"
 
 
 def test_a_job_plans_from_what_served_when_it_began() -> None:
@@ -178,6 +176,12 @@ def test_failures_pause_for_twice_as_long_each_time() -> None:
     one.planner.announced(full=False)
     with pytest.warns(RebalanceWarning, match="the next plan is tried at step 8"):
         think(range(4, 6))
+    one.planner.wanted = False
+    one.saw(4, 2, 2).think(8, uneven=9.0)  # a job that ends, without a gain
+    one.think(9)
+    one.planner.wanted = True
+    with pytest.warns(RebalanceWarning, match="the next plan is tried at step 14"):
+        think(range(10, 12))
     one.planner.restart(wanted=False)
     assert not one.planner.wanted and not one.planner.busy
 

@@ -120,15 +120,6 @@ def test_an_atomic_that_rides_along_halves_the_messages_and_is_seen_after_its_by
     assert (together.exchange.watch.messages[1], apart.exchange.watch.messages[1]) == (49, 98)
 
 
-@pytest.mark.parametrize("kind", ("tcp", "shared memory"))
-def test_a_get_sees_what_was_put_before_it(kind: str) -> None:
-    zero, one = joined(kind)
-    fill(zero, 1)
-    zero.commit(put(1, 0, 500, 700), TransferCommand(Op.GET, 1, 650, 40_000, 520))
-    run(zero, one)
-    assert zero.window.registered[40_000:40_650] == zero.window.registered[20:670]
-
-
 def test_a_late_duplicate_does_not_overwrite_what_came_after_it() -> None:
     zero, one = joined()
     for number, byte in ((0, b"old"), (1, b"new"), (0, b"old")):

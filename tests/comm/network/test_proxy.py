@@ -21,7 +21,7 @@ from moe_mk.comm.network.tcp import Hello
 from moe_mk.comm.network.worker import Doorbell
 from moe_mk.errors import ConfigError
 from moe_mk.trace.clock import now
-from tests.support.network_ends import FLAGS, add, put, store, tcp_pipes
+from tests.support.network_ends import add, put, store, tcp_pipes
 from tests.support.network_proxies import cut, flag_of, proxies, wait_for
 
 pytestmark = pytest.mark.usefixtures("link")
@@ -314,13 +314,6 @@ def test_a_peer_that_sends_goodbye_is_not_lost() -> None:
         assert not zero.lost and not two.lost and flag_of(zero, 0) == 9
         commit(zero, store(2, 0, 4))
         wait_for(lambda: flag_of(two, 0) == 4)
-
-
-def test_what_is_committed_is_delivered_before_the_end() -> None:
-    with proxies(2, ProxySettings(channels=1)) as (zero, one):
-        commit(zero, *(store(1, n % FLAGS, n) for n in range(40)))
-        zero.close(5.0)
-        assert [flag_of(one, flag) for flag in range(FLAGS)] == [32 + flag for flag in range(FLAGS)]
 
 
 def test_a_peer_that_is_gone_keeps_nobody_else_from_what_is_theirs() -> None:

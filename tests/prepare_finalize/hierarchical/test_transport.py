@@ -183,6 +183,8 @@ def test_the_plan_knows_what_crosses_nodes() -> None:
     volume, flat = Hierarchical.volume(asked), PREPARE_FINALIZE["all_to_all"].volume(asked)
     assert volume.far_rows == pytest.approx(128 * 3.1331 * 3 / 4, rel=1e-3)
     assert volume.dispatch_rows == pytest.approx(128 * (3.1331 * 3 / 4 + 6.8196 * 7 / 8), rel=1e-3)
+    # A rank relays the tokens of one rank of each node: 7168 bf16 values with 8 ids and weights twice, and f32 sums.
+    assert Hierarchical.buffer_bytes(asked) == 4 * 128 * (2 * (7168 * 2 + 8 * 8) + 7168 * 4)
     assert flat.far_rows is None and flat.dispatch_rows == pytest.approx(128 * 6.8196 * 31 / 32, rel=1e-3)
     # Where links between nodes are so much slower, it is cheaper for large batches; small ones pay for collectives.
     for tokens, is_cheaper in ((4096, True), (1, False)):
