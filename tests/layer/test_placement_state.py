@@ -269,7 +269,9 @@ def test_one_warning_a_loss_and_none_where_calls_raise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(tokens())
+        dropped = layer.dropped_assignments
         layer.live.set_placement(alone)
+        assert layer.dropped_assignments == dropped > 0
         refusing = build.layer(EXPERTS, TOP_K)
         refusing.live.set_placement(alone)
     with pytest.raises(LostExpertError, match="expert 2 has no live copy"):

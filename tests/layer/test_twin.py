@@ -69,6 +69,7 @@ def test_sliced_experts_on_a_tensor_parallel_pair_equal_transformers(twin: Twin,
     for layer in layers:
         assert layer.weights.experts.slots[0].up_IH.shape == (16, 64), "half of an intermediate size of 32"
         assert set(layer.tp.traffic.calls_by_phase) == {"agreement", "late reduce"}, "no all-to-all within the pair"
+        assert layer.report().sent["late reduce"] == layer.tp.traffic.bytes_by_phase["late reduce"] > 0
 
 
 @pytest.mark.row(29)
