@@ -169,8 +169,7 @@ def report_of(layer: MoELayer) -> RunReport:
         # Monolithic experts hand their rows to a backend of another registry; that is how they are written.
         inside = chosen.experts in MONOLITHIC and stage in ("experts", "shared") and name == "reference"
         stages.append(StageRun(stage, name if inside else wanted, name, entry.calls, entry.num_bytes))
-    calls = sum(run.calls for run in stages if run.stage == "dispatch")  # experts run for shared ones too
-    calls = calls or max((run.calls for run in stages if run.stage == "experts"), default=0)
+    calls = sum(run.calls for run in stages if run.stage == "dispatch") or max((run.calls for run in stages), default=0)
     return RunReport(
         tuple(stages),
         dict(layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase),
