@@ -72,10 +72,10 @@ def memory_report(decision: Decision, expert_map: ExpertMap, rank: int) -> Memor
     shared = mlp_bytes(problem, shared_inner, shared=True) if shared_inner else 0
     router, width = problem.config.router, 4 if keeps_gate_in_f32(decision) else problem.dtype.dtype.itemsize
     gate = model.scored_experts * (problem.token_size * width + 4 * router.has_correction_bias)
-    expert = expert_bytes(problem)
     chosen = decision.chosen.experts
-    packing = expert if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0
-    experts = min(num_slots, resident_experts(problem)) * slot_bytes(problem)
+    packing = expert_bytes(problem) if chosen in EXPERTS and EXPERTS[chosen].traits.copies_weights else 0
+    held = num_slots if problem.config.kernel.residency is None else min(num_slots, resident_experts(problem))
+    experts = held * slot_bytes(problem)
     return MemoryReport(rank, num_slots, experts, shared, gate, decision.buffer_bytes, packing)
 
 
@@ -169,7 +169,7 @@ def report_of(layer: MoELayer) -> RunReport:
         # Monolithic experts hand their rows to a backend of another registry; that is how they are written.
         inside = chosen.experts in MONOLITHIC and stage in ("experts", "shared") and name == "reference"
         stages.append(StageRun(stage, name if inside else wanted, name, entry.calls, entry.num_bytes))
-    calls = max((run.calls for run in stages if run.stage in ("dispatch", "experts")), default=0)
+    calls = sum(run.calls for run in stages if run.stage == "dispatch") or max((run.calls for run in stages), default=0)
     return RunReport(
         tuple(stages),
         dict(layer.ep.traffic.bytes_by_phase + layer.tp.traffic.bytes_by_phase),

@@ -6,7 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from moe_mk.integrations.hf.packed import PackedExperts
 from moe_mk.integrations.packed_linear import PackedLinear
 from moe_mk.layer import bind
-from moe_mk.layer.custom_op import moe_layer
+from moe_mk.layer.custom_op import Identity, moe_layer
 from moe_mk.quant.plain import BF16
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.layers import HIDDEN, config, tensors
@@ -48,27 +48,23 @@ def of_other_process(entry: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_a_program_calls_the_layer_that_it_was_exported_from_or_none() -> None:
-    """Of every set of layers that are bound: it answers as the exported layer did, or refuses with what differs."""
-    first = made()
-    wanted_TH = first(X_TH)
-    for held in product((False, True), repeat=len(VARIANTS)):
-        gc.collect()  # what the rounds before have bound
-        words = [word for word, is_held in zip(VARIANTS, held, strict=True) if is_held]
-        layers, entry = [made(**VARIANTS[word]) for word in words], of_other_process(first._entry)
-        for is_bound in (False, True):
-            bind(*layers) if is_bound else None
-            with pytest.raises(UnsupportedError, match=r"(?s)'a' \(.*call moe_mk.layer.bind\(layer\)") as refused:
-                moe_layer(X_TH, torch.zeros(8, dtype=torch.int64), entry)
-            assert all((f"differs in {word}" in str(refused.value)) is is_bound for word in words)
-        layers += [made(), made(experts="reference")]
-        bind(*layers)
-        with pytest.raises(UnsupportedError, match="2 bound objects fit it; give each layer a name"):
+    """It answers as the exported layer did, or refuses with what differs in each layer that is bound."""
+    first, others = made(), [made(**given) for given in VARIANTS.values()]
+    wanted_TH, entry = first(X_TH), of_other_process(first._entry)
+    for is_bound in (False, True):
+        bind(*others) if is_bound else None
+        with pytest.raises(UnsupportedError, match=r"(?s)'a' \(.*call moe_mk.layer.bind\(layer\)") as refused:
             moe_layer(X_TH, torch.zeros(8, dtype=torch.int64), entry)
-        layers.pop()
-        gc.collect()
-        for _ in range(2):
-            assert torch.equal(moe_layer(X_TH, torch.zeros(8, dtype=torch.int64), entry), wanted_TH)
-        layers.clear()
+        assert all((f"differs in {word}" in str(refused.value)) is is_bound for word in VARIANTS)
+    others += [made(), made(experts="reference")]
+    bind(*others)
+    with pytest.raises(UnsupportedError, match="2 bound objects fit it; give each layer a name"):
+        moe_layer(X_TH, torch.zeros(8, dtype=torch.int64), entry)
+    others.pop()
+    gc.collect()
+    for more in ([], [made()]):  # a program keeps the layer of its first call
+        bind(*more)
+        assert torch.equal(moe_layer(X_TH, torch.zeros(8, dtype=torch.int64), entry), wanted_TH)
 
 
 @torch.no_grad()
@@ -126,6 +122,16 @@ def test_experts_and_linears_of_engines_are_bound_and_not_copied() -> None:
             getattr(torch.ops.moe_mk, operator)(*args)
         bind(owner)
         assert torch.equal(getattr(torch.ops.moe_mk, operator)(*args), wanted[owner is experts])
+
+
+def test_an_identity_is_of_what_results_depend_on_and_of_nothing_else() -> None:
+    first, narrow = made(), MoELayer(config(8, 2), name="a")
+    others: dict[str, list[MoELayer]] = {word: [made(**given)] for word, given in VARIANTS.items()}
+    others["the settings"] += [made(activation="gelu"), narrow]
+    others[""] = [made(experts="reference", max_num_tokens=3), MoELayer(first.config, dtype=torch.float32, name="a")]
+    asked, *held = (Identity.read(each._entry.tolist()) for each in (first, *chain(*others.values())))
+    wanted = [word for word, layers in others.items() for _ in layers]
+    assert [asked.differs(each) for each in held] == [each.differs(asked) for each in held] == wanted
 
 
 def test_there_must_be_something_to_bind() -> None:

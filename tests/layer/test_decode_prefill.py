@@ -1,6 +1,7 @@
 """A layer with two pairs: the number of tokens chooses, at the modelled crossover, over one copy of the weights."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from moe_mk.kernels.native.toolchain import find_compiler
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer import DecodePrefillMoE
+from moe_mk.layer.settings import decide
 from moe_mk.placement.expert_map import ExpertMap
 from tests.layer.conftest import Twin
 
@@ -40,20 +42,28 @@ def test_few_tokens_take_one_transport_and_many_the_other_over_one_copy_of_the_w
                               ([1, 2, 5, 0], "all_to_all")):  # fmt: skip
         assert served(twin, made, counts) == [transport] * 4
         assert all(moe.layer.state.experts.weights is held for moe, held in zip(made, laid_out, strict=True))
-    assert made[0].explain() == "up to 3 tokens: all_gather + torch_cpu; from 4: all_to_all + torch_cpu"
     assert sum(int(moe.layer.expert_load.sum()) for moe in made) == 4 * (6 + 6 + 1 + 8)
 
 
 @pytest.mark.row(64)
-def test_the_crossover_is_where_the_model_finds_the_other_pair_cheaper(twin: Twin) -> None:
-    (layer, *_) = twin.layers(4, **TWO)
-    moe = DecodePrefillMoE(layer, decode=DECODE, prefill=PREFILL)
-    costs = {kind: [moe._cost_us(moe._decision(kind), n) for n in range(1, 65)] for kind in ("decode", "prefill")}
-    cheaper = [prefill < decode for decode, prefill in zip(costs["decode"], costs["prefill"], strict=True)]
-    assert moe.crossover == (cheaper.index(True) + 1 if any(cheaper) else 65)
-    assert [moe.kind_of(n) == "prefill" for n in range(1, 65)] == cheaper
-    turned = DecodePrefillMoE(twin.layers(4, **TWO)[0], decode=PREFILL, prefill=DECODE)
-    assert turned.crossover in (1, 65), "the other way round it is cheaper everywhere or nowhere"
+def test_the_crossover_is_where_the_model_finds_the_other_pair_cheaper(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layer, *_), pairs = twin.layers(4, **TWO), {"decode": DECODE, "prefill": PREFILL}
+    moe = DecodePrefillMoE(layer, **pairs, crossover=2)  # type: ignore[arg-type]
+    for (kind, pair), most in product(pairs.items(), (1, 64)):
+        alone = decide(layer.config.with_(max_num_tokens=most, **pair), layer.dtype, layer.device)
+        assert moe._cost_us(moe._decision(kind), most) == alone.chosen.cost_us
+    names = [f"{each['prepare_finalize']} + torch_cpu" for each in (DECODE, PREFILL)]
+    for first in (1, 2, 33, 64, 65):  # decode's costs a token each, prefill's what decode's does for one token less
+        costs = {"all_gather": lambda tokens: tokens, "all_to_all": lambda tokens, first=first: first - 1}
+        modelled = staticmethod(lambda decision, n, costs=costs: costs[decision.chosen.prepare_finalize](n))
+        monkeypatch.setattr(DecodePrefillMoE, "_cost_us", modelled)
+        moe.crossover = moe._modelled()
+        assert [moe.kind_of(n) == "prefill" for n in range(1, 65)] == [n >= first for n in range(1, 65)]
+        several = f"up to {first - 1} tokens: {names[0]}; from {first}: {names[1]}"
+        ends = {1: f"any number of tokens: {names[1]}", 65: f"any number of tokens up to 64: {names[0]}"}
+        assert moe.explain() == ends.get(first, several)
 
 
 @pytest.mark.row(64)

@@ -103,8 +103,9 @@ def test_missing_or_wrong_ids_are_refused_by_name(checkpoint: Path) -> None:
             call(tokens(), IDS[:3])
         with pytest.raises(ShapeError, match="token_ids_T"):
             call(tokens(), IDS.float())
-    with pytest.raises(ConfigError, match=r"token ids from 1 to 11 lie outside the table's \[0, 11\)"):
-        layer(tokens(), IDS + 1)
+    for more, ids in ((1, "1 to 11"), (-1, "-1 to 9")):
+        with pytest.raises(ConfigError, match=rf"token ids from {ids} lie outside the table's \[0, 11\)"):
+            layer(tokens(), IDS + more)
 
 
 def test_a_state_dict_holds_the_table_and_loads_again(checkpoint: Path) -> None:

@@ -101,16 +101,11 @@ def routed(made: MoELayer, ids: list[list[int]], **changes: Any) -> Tensor:
     return made.forward_routed(torch.ones(len(ids), HIDDEN), weights, topk_ids)
 
 
-@pytest.mark.parametrize("bad", [8, -2, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("bad", [8, -2, 2**31 - 1, -(2**31), 2**32])
 def test_ids_that_do_not_exist_are_refused(made: MoELayer, bad: int) -> None:
     with pytest.raises(ShapeError, match=rf"topk_ids holds 1 ids outside \[-1, 8\), for example \[{bad}\]; use -1"):
-        routed(made, [[0, 1], [2, bad]])
+        routed(made, [[0, 1], [2, bad]], dtype=torch.int64 if bad >= 2**31 else torch.int32)
     assert int(made.expert_load.sum()) == 0
-
-
-def test_ids_beyond_int32_are_refused_before_they_are_cut(made: MoELayer) -> None:
-    with pytest.raises(ShapeError, match=r"outside \[-1, 8\), for example \[4294967296\]"):
-        routed(made, [[0, 2**32]], dtype=torch.int64)
 
 
 @pytest.mark.parametrize(

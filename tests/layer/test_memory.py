@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from moe_mk.integrations.engine_experts import EngineExperts, EngineWeights
 from moe_mk.lab.checkpoints import CheckpointShape, write_checkpoint
 from moe_mk.lab.testing.transports import virtual_groups
 from moe_mk.layer.hot_swap import swap_backends
-from moe_mk.quant.tensor import QuantTensor
 from moe_mk.weights.expert_weights import SlotWeights
 from tests.layer.native import NEEDS_COMPILER
 from tests.support.alone import NEEDS_PEAKS, alone, peak_above
@@ -27,9 +27,8 @@ from tests.support.alone import NEEDS_PEAKS, alone, peak_above
 
 def held(slots: tuple[SlotWeights, ...]) -> int:
     """Bytes of every matrix and its scales, counted tensor by tensor."""
-    matrices: list[QuantTensor] = [q for s in slots for q in (s.gate_IH, s.up_IH, s.down_HI) if q is not None]
-    parts = [t for q in matrices for t in (q.values, q.scales) if t is not None]
-    return sum(t.numel() * t.element_size() for t in parts)
+    parts = [part for slot in slots for q in slot.matrices.values() for part in (q.values, q.scales)]
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 SHAPES = {
@@ -72,6 +71,9 @@ def test_buffers_grow_with_the_most_tokens_and_not_with_the_routing() -> None:
     ]
     small, large = (layer.memory_report() for layer in reports)
     assert 2 * small.buffers == large.buffers and small.experts == large.experts
+    for buffers, peak in ((1, 120), (30, 130)):  # an expert of the checkpoint next to all weights, or the buffers
+        stated = replace(small, experts=70, shared=20, gate=10, buffers=buffers, packing=20)
+        assert (stated.total, stated.peak) == (100 + buffers, peak)
 
 
 EXPERTS, SIDE = 4, 256

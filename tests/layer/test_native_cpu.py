@@ -90,6 +90,10 @@ def test_another_router_gate_or_placement_serves_from_the_next_forward_on(layer:
     assert gate_EH is not None
     layer.state.backends.gate.load(gate_EH.flip(0).contiguous(), layer.state.backends.gate.bias_E)
     assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
+    shared, slot = layer.state.backends.shared, layer.weights.shared
+    assert shared is not None and slot is not None and slot.gate_IH is not None
+    shared.load(replace(slot, gate_IH=slot.up_IH, up_IH=slot.gate_IH))
+    assert torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
     before_TH = layer(x_TH)
     layer.live.set_placement(ExpertMap.from_physical(list(reversed(range(EXPERTS))), 1, EXPERTS))
     assert whole(layer) and torch.equal(layer(x_TH), wait(layer.steps(x_TH)))
@@ -104,7 +108,7 @@ def test_stages_run_one_by_one_where_something_lies_between_them(checkpoint: Pat
     layer.router = replace(layer.router, simulate="balanced")
     assert not whole(layer)
     layers = [DeepseekV3MoE(layer.config, groups=g).load_from_safetensors(checkpoint, 3) for g in virtual_groups(2, 1)]
-    assert not any(whole(rank) for rank in layers)
+    assert not any(whole(rank) or "experts fused" in repr(rank) for rank in layers)
     wanted_TH = built(checkpoint)(tokens(6))
     for y_TH in run_together(layers, [tokens(6), tokens(6)]):
         torch.testing.assert_close(y_TH.float(), wanted_TH.float(), rtol=2**-6, atol=0.05)
@@ -117,8 +121,13 @@ class DerivedExperts(CpuNativeExperts):
 def test_a_derived_class_runs_by_stages_and_explain_names_it(layer: MoELayer) -> None:
     text, kernel = "native call: DerivedExperts inherits fuse_layer of CpuNativeExperts", layer.kernel
     assert "without a native call" not in str(layer.explain())
+    backends, shared = layer.state.backends, copy.copy(layer.state.backends.shared)
+    assert shared is not None
+    shared.experts = DerivedExperts(shared.experts.context)
+    layer.use(replace(layer.state, backends=replace(backends, shared=shared)))
+    assert text in layer.explain().text()
     derived = replace(kernel, experts=DerivedExperts(kernel.experts.context))  # type: ignore[type-var]
-    layer.use(replace(layer.state, experts=replace(layer.state.experts, kernel=derived)))
+    layer.use(replace(layer.state, backends=backends, experts=replace(layer.state.experts, kernel=derived)))
     assert not whole(layer) and text in layer.explain().text() and text[13:] in str(layer.explain().as_dict())
 
 
@@ -426,11 +435,6 @@ def test_ranks_agree_where_one_is_pinned_to_what_the_other_chose(checkpoint: Pat
     assert all(y_TH.shape == (4, HIDDEN) for y_TH in run_together(layers, [tokens(4), tokens(4)]))
 
 
-def test_other_experts_and_other_precisions_keep_the_torch_router(checkpoint: Path) -> None:
-    assert built(checkpoint, experts="torch_cpu").decision.gate.tier == "plain"
-    assert built(checkpoint, router_dtype="model").decision.gate.tier == "plain"
-
-
 def test_a_gate_stored_in_f32_is_not_rounded(checkpoint: Path) -> None:
     layer = built(checkpoint)
     gate_EH = torch.full((16, 256), 1 + 2**-12)
@@ -450,12 +454,6 @@ def test_shared_experts_ride_in_the_same_pass_on_one_rank(checkpoint: Path, x_TH
     # Apart, both halves are rounded to bf16 before they are added; together once.
     assert (layer(x_TH).float() - apart).abs().max() <= 3 * 2**-8 * apart.abs().max()
     assert not torch.equal(layer(x_TH), routed)
-
-
-def test_shared_experts_run_apart_where_tokens_travel(checkpoint: Path) -> None:
-    config = MoEConfig.from_hf(checkpoint, experts="cpu_native", activations="plain", max_num_tokens=64)
-    for groups in virtual_groups(2, 1):
-        assert "same pass" not in repr(DeepseekV3MoE(config, groups=groups).load_from_safetensors(checkpoint, 3))
 
 
 def test_packing_reports_how_far_it_is(checkpoint: Path) -> None:

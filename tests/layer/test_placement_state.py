@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moe_mk import ExpertMap, LostExpertError, MoELayer, ParallelGroups
 from moe_mk.comm import LockstepWorld
-from moe_mk.errors import ConfigError, FallbackWarning, ShapeError, WeightError
+from moe_mk.errors import ConfigError, FallbackWarning, ShapeError, UnsupportedError, WeightError
 from moe_mk.flight import interleave
 from moe_mk.kernels.native.layer import MOST_SIZES
 from moe_mk.kernels.native.prepared import RouteCall, RouteMode
@@ -240,6 +241,20 @@ def test_a_gate_that_is_made_again_has_everything_that_the_old_one_had() -> None
     torch.testing.assert_close(made(tokens()), wanted)
 
 
+def test_what_is_fed_is_of_the_placement_of_its_loader_and_cannot_be_read_again() -> None:
+    made = build.layer(EXPERTS, TOP_K)
+    first, second = made.loader(), made.loader()
+    for name, tensor in build.tensors(EXPERTS).items():
+        first.feed(name, tensor), second.feed(name, tensor)
+    assert made.live.read_expert(2).down_HI is not None
+    first.finish()
+    with pytest.raises(WeightError, match=r"given its weights by take\(\) or loader\(\)"):
+        made.live.read_expert(2)
+    made.live.set_placement(ExpertMap(((3, 1, 0, 2),), EXPERTS))
+    with pytest.raises(WeightError, match=r"another placement after loader\(\) was called"):
+        second.finish()
+
+
 PARTS_OF_A_LOAD: dict[str, Callable[[MoELayer], object]] = {
     "experts": lambda made: made.kernel.experts,
     "shared experts": lambda made: made.state.backends.shared.experts,  # type: ignore[union-attr]
@@ -269,13 +284,30 @@ def test_one_warning_a_loss_and_none_where_calls_raise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(tokens())
+        dropped = layer.dropped_assignments
         layer.live.set_placement(alone)
+        assert layer.dropped_assignments == dropped > 0
         refusing = build.layer(EXPERTS, TOP_K)
         refusing.live.set_placement(alone)
     with pytest.raises(LostExpertError, match="expert 2 has no live copy"):
         refusing(tokens())
     with pytest.raises(LostExpertError):
         refusing.forward_routed(tokens(), torch.ones(12, 2), torch.zeros(12, 2, dtype=torch.int64))
+
+
+def test_experts_that_route_inside_leave_lost_ones_out_and_cannot_renormalise() -> None:
+    alone = ExpertMap(((0, 1, 3),), EXPERTS, (1.0, 1.0, 1.0), frozenset({2}))
+    made = [
+        build.layer(EXPERTS, TOP_K, experts=experts, on_lost_expert=policy)
+        for experts, policy in product(("reference", "reference_monolithic"), ("drop", "renormalise"))
+    ]
+    for each in made[::2]:
+        with pytest.warns(FallbackWarning, match="expert 2 has no live copy"):
+            each.live.set_placement(alone)
+    torch.testing.assert_close(made[2](tokens()), made[0](tokens()))
+    assert made[2].dropped_assignments == made[0].dropped_assignments > 0
+    with pytest.raises(UnsupportedError, match="renormalise with reference_monolithic, which routes inside"):
+        made[3].live.set_placement(alone)
 
 
 @NEEDS_COMPILER

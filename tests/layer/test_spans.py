@@ -82,9 +82,3 @@ def test_the_span_tree_of_a_forward_is_the_documented_chain(
 ) -> None:
     for spans in spans_of(folder, *grid, **settings):
         assert tree_of(spans) == documented(name)
-
-
-def test_spans_that_do_not_nest_are_siblings() -> None:
-    # a 0..4 holds b 1..3; c 2..6 outlives a; d 7..8 stands alone.
-    spans = [Span("b", 1.0, 3.0, 0.0), Span("a", 0.0, 4.0, 0.0), Span("c", 2.0, 6.0, 0.0), Span("d", 7.0, 8.0, 0.0)]
-    assert tree_of(spans) == ["forward", "  a", "    b", "  c", "  d"]

@@ -227,29 +227,13 @@ def test_after_any_methods_of_modules_a_layer_computes_and_counts_as_before(moe:
     x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
     wanted_TH, load_E = moe(x_TH), moe.expert_load.clone()
     for verb in (*VERBS, *draw.choices(list(VERBS), k=40)):
-        moe.reset_expert_load()
         with warnings.catch_warnings(), contextlib.suppress(MoEMKError, pickle.PicklingError):
             warnings.simplefilter("ignore")
             VERBS[verb](model)
+        assert bool((moe.expert_load >= load_E).all()), f"{verb}: counts are lost"
         moe.reset_expert_load()
         assert torch.equal(model(x_TH), wanted_TH) and torch.equal(moe.expert_load, load_E), verb
         assert moe.expert_load.dtype is torch.int64 and moe.device == torch.device("cpu"), verb
-
-
-def test_routed_experts_are_one_operator_of_a_compiled_graph(moe: MoELayer) -> None:
-    x_TH = torch.randn((3, HIDDEN), generator=torch.Generator().manual_seed(0))
-    weights_TK, ids_TK = torch.tensor([[0.25, 0.75]] * 3), torch.tensor([[0, 3], [1, -1], [7, 2]])
-    wanted_TH = moe.forward_routed(x_TH, weights_TK, ids_TK)
-    for backend in ("eager", "aot_eager"):
-        compiled = torch.compile(moe.forward_routed, fullgraph=True, backend=backend)
-        with torch.no_grad():
-            moe.reset_expert_load()
-            assert torch.equal(compiled(x_TH, weights_TK, ids_TK), wanted_TH)
-        assert moe.expert_load.tolist() == [1, 1, 1, 1, 0, 0, 0, 1]
-        with pytest.raises(ShapeError, match="topk_ids holds 3 ids outside"), torch.no_grad():
-            compiled(x_TH, weights_TK, ids_TK + torch.tensor([[100, 0]]))
-    args = x_TH, weights_TK, ids_TK, moe.expert_load, moe._entry
-    torch.library.opcheck(torch.ops.moe_mk.moe_layer_routed, args)
 
 
 ON_TOKENS = sorted(
@@ -305,6 +289,12 @@ def test_compiled_methods_refuse_what_eager_ones_refuse(moe: MoELayer) -> None:
     route = torch.compile(moe.route, fullgraph=True, backend="eager")
     with torch.no_grad(), pytest.raises(ShapeError, match=r"hidden_states has H=17"):
         route(torch.zeros((3, HIDDEN + 1)))
+    weights_TK, routed = torch.ones(3, 2), torch.compile(moe.forward_routed, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(ShapeError, match="topk_ids holds 3 ids outside"):
+        routed(x_TH, weights_TK, torch.tensor([[100, 1]] * 3))
+    torch.library.opcheck(
+        torch.ops.moe_mk.moe_layer_routed, (x_TH, weights_TK, ids_TK % 8, moe.expert_load, moe._entry)
+    )
     torch.library.opcheck(ROUTES.call, (x_TH, moe._entry, None, (2, 8), torch.int32, torch.float32))
     torch.library.opcheck(REPLAYED.call, (x_TH, ids_TK % 8, moe.expert_load, moe._entry))
 

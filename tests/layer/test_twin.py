@@ -18,7 +18,6 @@ from moe_mk.placement.expert_map import ExpertMap
 from moe_mk.prepare_finalize.all_to_all import AllToAll
 from moe_mk.weights.expert_weights import SlotWeights
 from moe_mk.weights.layer_weights import LayerWeights
-from moe_mk.weights.source import SafetensorsSource
 from tests.layer.conftest import Twin
 
 LIMIT = 1e-6
@@ -69,6 +68,7 @@ def test_sliced_experts_on_a_tensor_parallel_pair_equal_transformers(twin: Twin,
     for layer in layers:
         assert layer.weights.experts.slots[0].up_IH.shape == (16, 64), "half of an intermediate size of 32"
         assert set(layer.tp.traffic.calls_by_phase) == {"agreement", "late reduce"}, "no all-to-all within the pair"
+        assert layer.report().sent["late reduce"] == layer.tp.traffic.bytes_by_phase["late reduce"] > 0
 
 
 @pytest.mark.row(29)
@@ -208,18 +208,4 @@ MISTAKES: dict[str, Callable[[LayerWeights], LayerWeights]] = {
 def test_a_mistake_in_the_weights_would_be_seen(twin: Twin, mistake: str) -> None:
     layer = twin.layers()[0]
     layer.take(MISTAKES[mistake](layer.weights))
-    assert float((layer(twin.x_TH) - twin.y_TH).abs().max()) > 1000 * LIMIT
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"num_shared_experts": 0}, {"routed_scaling_factor": 2.525}, {"renormalize": False}, {"topk_group": 3}],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_a_mistake_in_the_settings_would_be_seen(twin: Twin, setting: dict[str, object]) -> None:
-    source = SafetensorsSource(twin.path)
-    keep_shared = setting.get("num_shared_experts", 1)
-    tensors = {n: source.open(n) for n in source.names() if ".mlp." in n and (keep_shared or "shared" not in n)}
-    layer = DeepseekV3MoE(twin.config(**setting), dtype=torch.float32)
-    layer.load_weights(tensors, prefix="model.layers.0.mlp.")
     assert float((layer(twin.x_TH) - twin.y_TH).abs().max()) > 1000 * LIMIT

@@ -12,7 +12,7 @@ from moe_mk.flight import Flight, InFlight, interleave
 from moe_mk.kernel import FusedMoEKernel
 from moe_mk.lab.testing.cases import RoutingCase, hostile_routings
 from moe_mk.lab.testing.transports import virtual_groups
-from moe_mk.runner import AsyncResult, alongside, finalize_async, prepare_async, run_alone, run_dual, run_with
+from moe_mk.runner import AsyncResult, finalize_async, prepare_async, run_alone, run_dual, run_with
 from moe_mk.runner.overlap import ReceivedTwice
 from moe_mk.tokens import Tokens
 from moe_mk.weights.expert_weights import Weights
@@ -105,13 +105,6 @@ def noted(call: object, name: str, events: list[str]) -> object:
         return call(*args)  # type: ignore[operator]
 
     return run
-
-
-def test_a_flight_with_other_work_is_itself_a_flight() -> None:
-    events: list[str] = []
-    both = [alongside(journey(name, events), lambda name=name: events.append(f"{name} shared")) for name in "ab"]  # type: ignore[misc]
-    assert [name for name, _ in run_dual(both)] == ["a", "b"]
-    assert events[:4] == ["a out", "a shared", "b out", "b shared"]
 
 
 FP8 = next(form for form in FORMATS if form.activations == "checkpoint")

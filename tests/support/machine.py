@@ -256,11 +256,25 @@ class World:
             assert report.zero_assignments == self.zero[rank], f"rank {at}: zero_assignments"
             assert layer.dropped_assignments == self.dropped[rank], f"rank {at}: dropped_assignments"
             assert set(report.lost_experts) == self.lost and not report.departures, f"rank {at}: {report.departures}"
-            assert layer.unrouted == self.nowhere[rank], f"rank {at}: unrouted"
+            assert layer.unrouted == report.unrouted == self.nowhere[rank], f"rank {at}: unrouted"
             self.check_settings(layer)
-            held = len(layer.expert_map.local_to_global(layer.ep.rank))
-            if self.tp == 1 and not isinstance(layer.weights.experts.slots, ReleasedSlots):
-                assert layer.weights.experts.num_bytes == held * self.plain.bytes_of_expert, f"rank {at}: bytes"
+            self.check_memory(layer, f"rank {at}: bytes")
+
+    def check_memory(self, layer: MoELayer, what: str) -> None:
+        """The layer holds what its report states: biases are in no report, nor what a backend stores otherwise."""
+        report, gate, weights = layer.memory_report(), layer.state.backends.gate, layer.weights
+        problem, model, held = layer.decision.problem, self.config.model, layer.expert_map.num_slots(layer.ep.rank)
+        bias_E = gate.bias_E if self.config.router.has_correction_bias else None
+        gates = [each.nbytes for each in (gate.weight_EH, bias_E) if each is not None]
+        assert (report.gate, report.num_slots) == (sum(gates), held), f"{what} of the gate"
+        if isinstance(weights.experts.slots, ReleasedSlots):
+            return
+        if self.tp == 1:
+            assert weights.experts.num_bytes == held * self.plain.bytes_of_expert, what
+        if problem.weights == model.quant.weight_scheme and layer.config.kernel.residency is None:
+            of_shared = () if weights.shared is None else (weights.shared,)
+            for stated, slots in ((report.experts, weights.experts.slots), (report.shared, of_shared)):
+                assert stated == sum(each.num_bytes for slot in slots for each in slot.matrices.values()), what
 
     def check_settings(self, layer: MoELayer) -> None:
         """What callers have asked for is in use after every change, and what the next decision starts from."""

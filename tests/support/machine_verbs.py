@@ -227,11 +227,11 @@ def correct(world: World, draw: random.Random) -> bool | None:
 def duplicate(world: World, draw: random.Random) -> None:
     """Copies serve on; the originals are given other weights, which no copy sees."""
     originals = world.layers
-    memo: dict[int, object] = {}
-    world.layers = [copy.deepcopy(layer, memo) for layer in originals]
-    if world.row["grid"] == "alone" and world.pool is None:
+    world.layers = copy.deepcopy(originals)
+    if world.row["grid"] == "alone":
         world.layers = [pickle.loads(pickle.dumps(world.layers[0]))]
-    world.pool = world.layers[0].pool
+    before, world.pool = world.pool, world.layers[0].pool
+    assert (before is None) == (world.pool is None) and (before is None or before is not world.pool), "their own pool"
     world.dropped = [0] * world.ep
     other = world.weights_of(world.version + 500)
     for layer in originals:

@@ -120,6 +120,7 @@ def of_rank_in_one_call(rank: int, transport: str) -> list[bool]:
         same.append(all(torch.equal(found[0], other) for other in found))
     experts["call"] = native
     same.append({entry.calls for entry in here.of_rank.kernel.spans.ledger.entries.values()} == {9})
+    same.append(here.of_rank.decision.problem.config.router.top_k == 2)
     if rank:
         vars(native).update(_lock=None, _parts=None, _idle=[])
     with pytest.raises((AttributeError, TypeError) if rank else CommError, match="." if rank else "peer 1: its call"):
@@ -131,7 +132,7 @@ def of_rank_in_one_call(rank: int, transport: str) -> list[bool]:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("transport", ["one_sided", "all_to_all"])
 def test_ranks_exchange_rows_in_one_native_call_with_the_bits_of_the_stages(world: RankWorld, transport: str) -> None:
-    assert world.call(of_rank_in_one_call, transport) == [[True] * 4] * 2
+    assert world.call(of_rank_in_one_call, transport) == [[True] * 5] * 2
 
 
 @NEEDS_COMPILER
