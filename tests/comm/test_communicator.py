@@ -125,10 +125,8 @@ def test_a_lock_is_waited_for_until_a_limit() -> None:
 
 def test_what_a_failure_was_not_reported_to_hears_of_it_before_a_recovery_which_all_must_survive() -> None:
     comms, lacking, other = LockstepWorld(2).communicators(), Mock(), Mock()
-    lacking.abort.side_effect, lacking.reopen.side_effect = (
-        [MemoryError, None],
-        [UnsupportedError("no", []), *[None] * 2],
-    )
+    lacking.abort.side_effect = [MemoryError, None]
+    lacking.reopen.side_effect = [UnsupportedError("no", []), None, None]
     for resource in (lacking, other):
         comms[0].keep(resource)
     comms[1].fail(CommError("no answer", rank=1, phase="dispatch", peer=0))

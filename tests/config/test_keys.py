@@ -140,6 +140,9 @@ def changed_values(family: str) -> Iterator[tuple[str, dict[str, Any], str]]:
 @pytest.mark.parametrize("family", BASES)
 def test_a_key_of_a_family_is_read_or_refused_and_absent_ones_have_the_default(family: str) -> None:
     same, wrong = read(full(family)), []
+    for none in {"n_shared_experts", "shared_expert_intermediate_size"} & BASES[family].keys():
+        model = read(full(family, **{none: 0})).model
+        assert (model.num_shared_experts, model.shared_gate) == (0, False), none
     for key, hf, expected in changed_values(family):
         found = outcome(hf)
         if expected == "default":

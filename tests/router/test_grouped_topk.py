@@ -143,9 +143,10 @@ def test_infinite_logits_are_scores_where_the_function_has_a_limit() -> None:
 
 def test_bf16_scores_are_rounded_as_in_the_model_dtype() -> None:
     logits = normal(64, 32).bfloat16()
-    weights, ids = grouped_topk(logits, 4, 1, 1, "sigmoid", None, False, score_dtype=torch.bfloat16)
-    assert torch.equal(weights, logits.sigmoid().float().gather(1, ids.long()))
-    exact, _ = grouped_topk(logits, 4, 1, 1, "sigmoid", None, False)
+    for scoring, scores in (("sigmoid", logits.sigmoid()), ("sqrtsoftplus", softplus(logits.float()).sqrt())):
+        weights, ids = grouped_topk(logits, 4, 1, 1, scoring, None, False, score_dtype=torch.bfloat16)
+        assert torch.equal(weights, scores.bfloat16().float().gather(1, ids.long()))
+    exact, _ = grouped_topk(logits, 4, 1, 1, scoring, None, False)
     assert not torch.equal(weights, exact)
 
 

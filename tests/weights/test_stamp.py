@@ -37,5 +37,6 @@ def test_a_stamp_keeps_no_memory_and_a_copy_of_it_is_of_nothing() -> None:
     for other in (copy.deepcopy(stamp), copy.copy(stamp), pickle.loads(pickle.dumps(stamp))):
         assert not other.is_of([tensor]) and stamp.is_of([tensor])
     assert not stamp.is_of([]) and not stamp.is_of([tensor, tensor])
+    both = Stamp([tensor, other := torch.randn(2)])
     del tensor
-    assert storage.expired()
+    assert storage.expired() and stamp.is_gone and both.is_gone and not Stamp([other]).is_gone

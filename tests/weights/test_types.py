@@ -15,10 +15,11 @@ from moe_mk.lab.checkpoints import CheckpointShape
 from moe_mk.lab.checkpoints.checkpoint_shape import FORMATS
 from moe_mk.lab.verify.dense import decoded
 from moe_mk.placement.expert_map import ExpertMap
-from moe_mk.quant import INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
+from moe_mk.quant import BF16, INT8_CHANNEL, MXFP4, NVFP4, BlockedScheme, QuantScheme, QuantTensor
 from moe_mk.quant.grouped import GROUPED
 from moe_mk.quant.kinds import KINDS, scheme_of_kind
 from moe_mk.weights import LayerSpec, LayerWeights, MappingSource, SlotWeights, inspect_checkpoint, load_layer
+from moe_mk.weights.expert_weights import ExpertWeights
 from tests.weights.one_layer import load_written, wide
 
 CPU = torch.device("cpu")
@@ -97,6 +98,8 @@ def test_weights_held_in_another_form_leave_the_stored_ones_alone(quant: str, wr
     for both in ((stored.scheme, INT8_CHANNEL), (INT8_CHANNEL, stored.scheme)):  # down projections in one of their own
         slot = held_as(stored, *both).slot(0)
         assert (slot.up_IH.scheme, slot.down_HI.scheme) == both
+    stack = ExpertWeights(BF16.quantize(torch.ones(2, 8, 4)), BF16.quantize(torch.ones(2, 4, 4)))
+    assert (held_as(stack, INT8_CHANNEL, BF16).slot(1).down_HI.scheme, stack.w13.scheme) == (BF16, BF16)
 
 
 # Layouts that others write.
