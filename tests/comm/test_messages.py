@@ -109,14 +109,18 @@ def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones(world: RankW
 
 
 def many_recoveries(rank: int) -> list[str]:
-    """Rank 0 leaves a call under way each time, whose messages are never received; then the last epoch comes."""
+    """Rank 0, or both, leave a call under way, whose messages are never received; then the last epoch comes."""
     comm, rows = DistributedCommunicator(dist.new_group(), timeout_s=20.0), pattern(rank, 2 * EAGER_BYTES)
     wrong, expected = [], torch.cat([pattern(r, 2 * EAGER_BYTES) for r in range(2)])
     for round in range(20):
-        if rank == 0:
+        if rank == 0 and not round % 2:
             flight = comm.all_gather(rows, [len(rows)] * 2, "rows")
             next(flight)
             flight.close()
+        elif round % 2:  # header 1 arrives while message 2 is awaited, and is of no call of the next epoch
+            wait(comm.recover())
+            flights = [comm.all_gather(rows[:n], [n, n], "rows") for n in (1, 2)]
+            next(flights[0]), next(flights[1]), wait(flights[1])
         wait(comm.recover())
         if not torch.equal(wait(comm.all_gather(rows, [len(rows)] * 2, "rows")), expected):
             wrong.append(f"round {round}")

@@ -206,8 +206,8 @@ def test_a_halted_manager_rests_until_its_ranks_recover_and_then_plans_anew(unde
         interleave([rank.manager.steps() for rank in ranks])
     stopped = [rank.manager.status() for rank in ranks]
     sent = [dict(rank.layers[0].ep.traffic.bytes_by_phase) for rank in ranks]
-    for _ in range(5):
-        interleave([rank.manager.steps() for rank in ranks])
+    for number in range(5):  # the first rank has one call more
+        interleave([rank.manager.steps() for rank in (ranks if number else ranks[:1])])
     for rank, before, phases in zip(ranks, stopped, sent, strict=True):
         after = rank.manager.status()
         assert after.state == "halted" and len(before.incidents) == 1 and after.incidents == before.incidents

@@ -111,6 +111,7 @@ class OddModel(transformers.PreTrainedModel):
     def __init__(self, config: OddConfig) -> None:
         super().__init__(config)
         self.stages = nn.ModuleList(OddLayer(config, index) for index in range(3))
+        self.then = nn.ModuleList(OddLayer(config, index) for index in range(2))  # a second decoder
         self.post_init()
 
 
