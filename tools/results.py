@@ -53,7 +53,8 @@ PROCESSORS = {
     ),
     "AMD EPYC (Zen 5), AVX-512 with bf16": ("experts_cpu_e32", "experts_cpu_e256"),
     "AMD EPYC (Zen 4), kernels limited to AVX-512 VNNI": ("experts_avx512vnni", "experts_avx512vnni_int4"),
-    "AMD EPYC (Zen 3), AVX2": ("experts_avx2", "experts_avx2_int4", "experts_avx2_ik"),
+    "AMD EPYC (Zen 3), AVX2": ("experts_avx2", "experts_avx2_int4"),
+    "Intel Xeon (Ice Lake), AVX-512 VNNI, then kernels limited to AVX2": ("experts_icelake", "experts_icelake_avx2"),
     "Intel Xeon, AMX": ("experts_amx", "experts_amx_int4", "experts_amx_int4_e32"),
 }  # fmt: skip
 """Runs of single layers by the processor that they ran on."""
@@ -62,14 +63,7 @@ NOT_SHOWN = re.compile(r" --note '[^']*'| --into \S+")
 """Of recorded commands."""
 WITHIN = 1.05
 """How much slower than the best the chosen instruction set may be."""
-OTHERS = {
-    "vllm": "vLLM",
-    "zentorch": "zentorch",
-    "transformers": "transformers",
-    "kt-kernel": "kt-kernel",
-    "ggml": "ggml",
-    "ik_llama.cpp": "ik_llama.cpp",
-}
+OTHERS = {"vllm": "vLLM"} | {name: name for name in ("zentorch", "transformers", "kt-kernel", "ggml", "ik_llama.cpp")}
 """Projects in the names of candidates."""
 INTEGER_TOKENS = ("ggml", "ik_llama.cpp")
 """Those that round tokens to INT8: they are compared with both our roundings, in processor time."""
