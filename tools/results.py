@@ -202,7 +202,7 @@ def processors_page(results: Path) -> str:
             head = "E={}, {}x{}".format(*sizes)
             lines += [
                 markdown([(head, *tokens), *_layer_rows(run, tokens)]),
-                f"\n```text\n{NOT_SHOWN.sub('', run['command'])}\n```\n",
+                f"\n`{NOT_SHOWN.sub('', run['command'])}`\n",
             ]
     return "\n".join([*lines, *_placements(results)]) + "\n"
 
