@@ -134,7 +134,7 @@ def errors_of(candidates: Mapping[str, Candidate], batch: Batch, judged: int) ->
 
 
 def without_wrong(candidates: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:
-    """The candidates whose outputs match the reference; other projects' that do not are excluded, with a message.
+    """Drop candidates of other projects whose outputs differ from the reference, and print which.
 
     Raises ValueError before the measurement if a result of ours is wrong or NaN.
     """

@@ -109,7 +109,7 @@ def test_rows_arrive_whole_on_both_sides_of_the_limit_of_eager_ones(world: RankW
 
 
 def many_recoveries(rank: int) -> list[str]:
-    """Rank 0, or both, leave a call under way, whose messages are never received; then the last epoch comes."""
+    """Abandon a call on rank 0, or on both ranks, before each recovery; then recover in the last epoch."""
     comm, rows = DistributedCommunicator(dist.new_group(), timeout_s=20.0), pattern(rank, 2 * EAGER_BYTES)
     wrong, expected = [], torch.cat([pattern(r, 2 * EAGER_BYTES) for r in range(2)])
     for round in range(20):
@@ -117,7 +117,7 @@ def many_recoveries(rank: int) -> list[str]:
             flight = comm.all_gather(rows, [len(rows)] * 2, "rows")
             next(flight)
             flight.close()
-        elif round % 2:  # header 1 arrives while message 2 is awaited, and is of no call of the next epoch
+        elif round % 2:  # the first header is stored while the second is awaited, and is stale after recovery
             wait(comm.recover())
             flights = [comm.all_gather(rows[:n], [n, n], "rows") for n in (1, 2)]
             next(flights[0]), next(flights[1]), wait(flights[1])

@@ -38,7 +38,7 @@ def test_routing_inside_gives_what_routing_outside_gives(counts: tuple[int, ...]
         assert len(inside) == (len(counts) if transport == "inside" else 0)
         assert all(kernel.gathers for kernel in inside)
     for outside, routed_inside in zip(*outputs, strict=True):
-        # Replicas of an expert may be on other ranks, whose parts are added in another order.
+        # Replicas change the summation order across ranks.
         torch.testing.assert_close(outside, routed_inside, rtol=0, atol=4e-6 if "placement" in more else 0)
     for ours, theirs in zip(*loads, strict=True):
         assert torch.equal(ours, theirs)

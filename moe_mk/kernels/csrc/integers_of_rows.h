@@ -4,8 +4,8 @@
 // bf16 has eight significant bits, so inputs of at least 2^-7 of the largest power of two in their part are exact; what others lose
 // is at most 2^-15 of it. If the inputs of a part lose more than 2^-8 of their sum without the largest, |x| each, as next to an outlier,
 // the row has another term, which is multiplied after the first: what all its inputs have lost, as integers; and further ones.
-// Parts whose group scales are applied as integers share one activation scale, that of their largest input; the error bound above applies to
-// each part.
+// With integer group scales, a unit of 128 inputs has a single activation scale, from its absolute maximum; the error bound above still holds
+// per part.
 #pragma once
 #include "lanes.h"
 

@@ -133,7 +133,7 @@ def test_a_copy_of_a_patched_model_computes_with_its_own_weights(experts: str) -
 @pytest.mark.parametrize("change", ["written", "replaced"])
 @pytest.mark.parametrize("experts", ["torch_cpu", "minimax_m2", pytest.param("cpu_native", marks=NEEDS_COMPILER)])
 def test_a_patched_block_computes_with_the_weights_of_now(experts: str, change: str) -> None:
-    native, own_bias = experts == "cpu_native", experts == "minimax_m2"  # whose block holds the gate's bias itself
+    native, own_bias = experts == "cpu_native", experts == "minimax_m2"  # its correction bias is a buffer of the block
     model = family(experts) if own_bias else tiny_model(dtype=torch.bfloat16 if native else torch.float32)
     (path, layer), *_ = patch_blocks(model, experts="torch_cpu" if own_bias else experts).items()
     block, x = model.get_submodule(path), torch.randn(1, 9, model.config.hidden_size)
