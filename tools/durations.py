@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "durations.json"
-LEAST = 0.5
+LEAST = 0.3
 """Seconds on an idle machine above which a test is left out of `make test`."""
 
 
