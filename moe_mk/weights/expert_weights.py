@@ -341,8 +341,8 @@ def _scheme_of_engine(quant: str, block: tuple[int, int], values: Tensor, scales
         if values.dtype not in FLOATS:
             raise ShapeError(f"w2 has dtype {values.dtype}; state its format with quant=, for instance 'fp8_block'")
         return plain(values.dtype)
-    one_byte = scales is not None and scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
-    return scheme_of_kind(quant, block, ue8m0=quant == "fp8_block" and one_byte)
+    is_power = scales is not None and scales.dtype is torch.float8_e8m0fnu
+    return scheme_of_kind(quant, block, ue8m0=quant == "fp8_block" and is_power)
 
 
 def _stack_of_engine(

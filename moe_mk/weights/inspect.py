@@ -63,10 +63,11 @@ class LayerFacts(Features):
         """The specification for `load_layer`; WeightError if the layer's problems prevent it."""
         if not self.num_experts or not self.kind:
             raise WeightError(f"layer {self.layer} cannot be described: {'; '.join(self.problems)}")
-        scheme = scheme_of_kind(self.kind, self.block or (128, 128))
+        block = self.block or (128, 128)
+        scheme = scheme_of_kind(self.kind, block)
         width = self.shared_intermediate_size
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
-        down, shared = (scheme_of_kind(kind) if kind else None for kind in (self.down, self.shared))
+        down, shared = (scheme_of_kind(kind, block) if kind else None for kind in (self.down, self.shared))
         return LayerSpec(*sizes, scheme, int(width > 0), width, down_scheme=down, shared_scheme=shared, **self.features)
 
 
@@ -172,7 +173,7 @@ def describe_block(
         problems += [*name_problems(local, expected, convention), *entry_problems(entries, expected)]
         sizes = spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size
         schemes, features = (spec.scheme, spec.down_scheme, spec.shared_scheme), spec.features
-        block_of = spec.scheme.block if kind_of_scheme(spec.scheme) in BLOCK_KINDS else None
+        block_of = next((each.block for each in schemes if each and kind_of_scheme(each) in BLOCK_KINDS), None)
     kind, down, shared = ("" if scheme is None else kind_of_scheme(scheme) for scheme in schemes)
     return LayerFacts(
         layer_of(prefix), prefix, convention.name, *sizes, _dtypes(parts, ""), _dtypes(parts, "scale"), block_of,

@@ -157,7 +157,6 @@ class LayerLoader:
             spec,
             intermediate_size=spec.intermediate_size // parts,
             shared_intermediate_size=spec.shared_intermediate_size // parts,
-            gate_up_order="gate_up",
         )
         reader = LayerReader(MappingSource(here, "tensors that were fed"), "", spelling, share, tp_rank, tp_size)
         weights = reader.layer(self._owned, self._layer)

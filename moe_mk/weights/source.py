@@ -146,7 +146,7 @@ def in_memory(tensor: Tensor, scratch: Tensor | None = None) -> Tensor:
         start = first + tensor.data_ptr() - tensor.untyped_storage().data_ptr()
         made = file.read(start, size, scratch).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         return made if size == tensor.nbytes else made.contiguous()
-    axis = max(range(tensor.dim()), key=tensor.stride)
+    axis = max((axis for axis, length in enumerate(tensor.shape) if length > 1), key=tensor.stride)
     count = max(1, PIECE // (tensor.stride(axis) * tensor.element_size()))
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     for part, into in zip(torch.split(tensor, count, axis), torch.split(made, count, axis), strict=True):

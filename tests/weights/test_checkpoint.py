@@ -14,42 +14,6 @@ from moe_mk.quant.kinds import legal_tp_sizes
 from moe_mk.weights import LayerSpec, MappingSource, SafetensorsSource, load_layer
 from tests.weights.one_layer import ALL, PREFIX, StateDict, load, same
 
-CONVENTIONS = ["official", "fused", "stacked", "mixtral", "converted"]
-
-
-def test_a_layer_comes_from_disk_as_it_was_written(tiny: Shape, tiny_directory: Path, tiny_state: StateDict) -> None:
-    weights = load_layer(SafetensorsSource(tiny_directory), 3, tiny.layer_spec(), owned=ALL)
-    assert torch.equal(weights.gate_EH, tiny_state[PREFIX + "gate.weight"])
-    assert weights.bias_E is not None
-    assert torch.equal(weights.bias_E, tiny_state[PREFIX + "gate.e_score_correction_bias"])
-    for expert in ALL:
-        slot = weights.experts.slot(expert)
-        for q, name in ((slot.gate_IH, "gate_proj"), (slot.up_IH, "up_proj"), (slot.down_HI, "down_proj")):
-            stem = f"{PREFIX}experts.{expert}.{name}."
-            assert same(q, tiny_state[stem + "weight"], tiny_state[stem + "weight_scale_inv"])
-    assert weights.shared is not None
-    stem = f"{PREFIX}shared_experts.down_proj."
-    assert same(weights.shared.down_HI, tiny_state[stem + "weight"], tiny_state[stem + "weight_scale_inv"])
-
-
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_all_conventions_name_the_same_weights(
-    tiny: Shape, renamed: Callable[[str], StateDict], convention: str
-) -> None:
-    official = load(renamed("official"), tiny.layer_spec(), owned=[2, 0])
-    other = load(renamed(convention), tiny.layer_spec(), owned=[2, 0])
-    assert other.facts.convention == convention
-    assert torch.equal(other.gate_EH, official.gate_EH)
-    assert other.bias_E is not None and official.bias_E is not None
-    assert torch.equal(other.bias_E, official.bias_E)
-    assert other.shared is not None and official.shared is not None
-    for one, two in zip([*other.experts.slots, other.shared], [*official.experts.slots, official.shared], strict=True):
-        assert two.gate_IH is not None
-        assert two.gate_IH.scales is not None
-        assert same(one.gate_IH, two.gate_IH.values, two.gate_IH.scales)
-        assert same(one.up_IH, two.up_IH.values, two.up_IH.scales)
-        assert same(one.down_HI, two.down_HI.values, two.down_HI.scales)
-
 
 @pytest.mark.parametrize("prefix", ["", "mlp.", "model.layers.{N}.mlp."])
 def test_the_caller_may_say_what_stands_before_the_names(tiny: Shape, tiny_state: StateDict, prefix: str) -> None:

@@ -24,7 +24,8 @@ def test_missing_half_filled_and_unexpected_are_reported_together(tiny: Shape, t
     for name in [name for name in tiny_state if ".experts.0." in name]:
         del tiny_state[name]
     del tiny_state[f"{PREFIX}experts.2.up_proj.weight_scale_inv"]
-    del tiny_state[f"{PREFIX}experts.3.down_proj.weight"]
+    for name in [name for name in tiny_state if ".experts.3." in name and not name.endswith("gate_proj.weight")]:
+        del tiny_state[name]
     del tiny_state[f"{PREFIX}gate.e_score_correction_bias"]
     tiny_state[f"{PREFIX}shared_expert_gate.weight"] = torch.zeros(1)
     tiny_state["model.layers.4.mlp.gate.weight"] = torch.zeros(1)  # another layer's business
@@ -35,7 +36,8 @@ def test_missing_half_filled_and_unexpected_are_reported_together(tiny: Shape, t
         "layer 3 of the state dict (official names under 'model.layers.3.mlp.') cannot be loaded:",
         "  - 1 of 4 experts are missing: 0",
         "  - 2 experts are half filled: expert 2 lacks experts.2.up_proj.weight_scale_inv; "
-        "expert 3 lacks experts.3.down_proj.weight",
+        "expert 3 lacks experts.3.gate_proj.weight_scale_inv, experts.3.up_proj.weight, "
+        "experts.3.up_proj.weight_scale_inv, experts.3.down_proj.weight, experts.3.down_proj.weight_scale_inv",
         "  - 1 tensors are missing: gate.e_score_correction_bias",
         "  - 1 tensors are unexpected: shared_expert_gate.weight "
         "(a gate of the shared experts; set model.shared_gate = true)",

@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -66,8 +68,10 @@ def test_any_flipped_bit_is_found_by_the_first_read_or_before(path: Path) -> Non
             with pytest.raises(StoreError):
                 ExpertStore(damaged)
             continue
-        with ExpertStore(damaged) as store, pytest.raises(StoreError, match="damaged") as raised:
-            store.read((at - first) // SIZE, record())
+        with ExpertStore(damaged) as store:
+            store.read(((at - first) // SIZE + 1) % EXPERTS, record())
+            with pytest.raises(StoreError, match="damaged") as raised:
+                store.read((at - first) // SIZE, record())
         assert isinstance(raised.value, WeightError) and f"expert {(at - first) // SIZE} of" in str(raised.value)
 
 
@@ -107,7 +111,7 @@ def test_a_full_disk_leaves_the_old_store_or_none(tmp_path: Path, monkeypatch: p
     old = written(tmp_path / "old")
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
-        for file in (old, tmp_path / "new"):
+        for file in (old, tmp_path / "a folder" / "new"):
             with pytest.raises(StoreError, match="the disk is full"):
                 written(file, seed=1)
     assert [each.name for each in tmp_path.iterdir()] == ["old"]
@@ -167,6 +171,22 @@ def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
             ExpertStore(tmp_path / name)
     with pytest.raises(StoreError, match="no regular file|no store|cannot be opened"):
         ExpertStore(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"format": "experts"}, "its format is not"), ({"version": 0}, "it has version 0"), ({"version": 2}, "version 2"),
+    ({"record_bytes": SIZE + 1}, "record_bytes is"), ({"record_bytes": 0}, "record_bytes is 0"),
+    ({"experts": EXPERTS - 1}, "one digest for each"), ({"digests": [], "experts": 0}, "one digest for each"),
+    ({"digests": ["00"] * EXPERTS}, "of other types"), ({"facts": []}, "of other types"),
+])  # fmt: skip
+def test_a_header_that_is_whole_and_states_something_else_is_refused(
+    path: Path, change: dict[str, object], problem: str
+) -> None:
+    data = path.read_bytes()
+    text = json.dumps(json.loads(data[48 : 48 + int.from_bytes(data[8:16], "little")]) | change).encode()
+    path.write_bytes(data[:8] + len(text).to_bytes(8, "little") + blake2b(text, digest_size=32).digest() + text)
+    with pytest.raises(StoreError, match=problem):
+        ExpertStore(path)
 
 
 def test_a_store_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

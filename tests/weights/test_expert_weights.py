@@ -186,6 +186,9 @@ def test_a_stack_of_an_engine_is_one_of_blocks_only_where_gate_fills_whole_ones(
     order: str, inner: int, hidden: int
 ) -> None:
     experts, given = of_engine("fp8_block", order, inner=inner, hidden=hidden)
+    last, rows = experts[1][order == "gate_up"], (inner - 1) // 32 * 32 - inner  # a block of zeros, under a scale of 0
+    for values, scales in ((last.values, last.scales), (given["w13"][1], given["w13_scale"][1])):
+        values[rows:, :32], scales[-1, 0] = 0, 0
     made = ExpertWeights.from_engine(**given)
     for index, wanted in enumerate(experts):
         slot = made.slot(index)
@@ -227,6 +230,10 @@ def test_biases_and_experts_without_a_gate() -> None:
     assert slot.biases is not None and slot.biases.up_I.tolist() == [9, 11, 13, 15]
     ungated = ExpertWeights.from_engine(w13[:, :4], w2, gated=False)
     assert not ungated.gated and ungated.slot(0).gate_IH is None
+    biases = ExpertWeights.from_engine(w13[:, :4], w2, gated=False, w13_bias=bias[:, :4], w2_bias=bias[:, 4:]).slot(1)
+    assert (
+        biases.biases is not None and [each.tolist() for each in biases.biases.tensors] == bias[1].view(2, 4).tolist()
+    )
     assert not MappedExpertWeights([ungated.slot(0)], ungated.scheme).gated
     assert torch.equal(ungated.slot(0).up_IH.values, w13[0, :4])
 

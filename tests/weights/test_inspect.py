@@ -1,5 +1,6 @@
 """A checkpoint at a glance, sound or not, from headers alone."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ from torch import Tensor
 from moe_mk.errors import WeightError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import write_checkpoint
+from moe_mk.lab.checkpoints.like import tensors_of
 from moe_mk.lab.cli.checkpoints import config_problems
-from moe_mk.weights import SafetensorsSource, inspect_checkpoint, load_layer
+from moe_mk.quant.kinds import scheme_of_kind
+from moe_mk.weights import CONVENTIONS, LayerSpec, SafetensorsSource, inspect_checkpoint, load_layer
 
 PREFIX = "model.layers.3.mlp."
 
@@ -40,12 +43,6 @@ def test_a_sound_checkpoint_is_described(tiny_directory: Path) -> None:
 def test_no_weight_is_opened(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SafetensorsSource, "open", Mock(side_effect=AssertionError("a tensor was opened")))
     assert inspect_checkpoint(tiny_directory).sound
-
-
-def test_the_facts_of_a_layer_are_enough_to_load_it(tiny: Shape, tiny_directory: Path) -> None:
-    spec = inspect_checkpoint(tiny_directory).layers[0].layer_spec()
-    assert spec == tiny.layer_spec()
-    assert load_layer(SafetensorsSource(tiny_directory), 3, spec, owned=[0]).experts.num_slots == 1
 
 
 def test_a_file_is_described_with_the_config_in_its_folder(tiny_directory: Path, tmp_path: Path) -> None:
@@ -140,16 +137,20 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, Tensor]], 
     return target
 
 
-def test_plain_shared_experts_of_quantised_ones_are_described_and_loaded(tiny_directory: Path, tmp_path: Path) -> None:
-    def plain_shared(state: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: t for name, t in state.items() if "shared" not in name or not name.endswith("scale_inv")}
-        return {name: t.to(torch.bfloat16) if "shared" in name else t for name, t in kept.items()}
+FOUR_BITS = itertools.product(("nvfp4", "mxfp4"), ("bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8"))
 
-    folder = rewritten(tiny_directory, tmp_path, plain_shared)
-    facts = inspect_checkpoint(folder)
-    assert facts.sound and facts.layers[0].shared == "bf16" and facts.layers[0].shared_intermediate_size == 32
-    loaded = load_layer(SafetensorsSource(folder), 3, facts.layers[0].layer_spec(), owned=[0])
-    assert loaded.shared is not None and loaded.shared.gate_IH.scheme.name == "bf16"
+
+@pytest.mark.parametrize(("routed", "shared"), [("fp8_block", "bf16"), ("int8", "bf16"), *FOUR_BITS])
+def test_shared_experts_of_another_format_are_described_and_loaded(routed: str, shared: str, tmp_path: Path) -> None:
+    schemes, names = [scheme_of_kind(kind, (32, 64)) for kind in (routed, shared)], CONVENTIONS["scaled"]
+    spec = LayerSpec(4, 256, 128, schemes[0], 1, 64, shared_scheme=schemes[1])
+    save_file({PREFIX + name: t for name, t in tensors_of(spec, names, seed=1).items()}, tmp_path / "a.safetensors")
+    sides = {"weight_block_size": [32, 64]} if "fp8_block" in (routed, shared) else {}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": sides}))
+    facts = inspect_checkpoint(tmp_path)
+    assert facts.sound and facts.layers[0].layer_spec() == spec, facts
+    loaded = load_layer(SafetensorsSource(tmp_path), 3, facts.layers[0].layer_spec(), owned=[0])
+    assert loaded.shared is not None and loaded.shared.up_IH.scheme == schemes[1]
 
 
 def test_a_config_that_contradicts_the_tensors_is_a_problem(tiny_directory: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from moe_mk import MoELayer
-from moe_mk.errors import ConfigError, WeightError
+from moe_mk.errors import ConfigError, StoreError, WeightError
 from moe_mk.lab.checkpoints import CheckpointShape as Shape
 from moe_mk.lab.checkpoints import write_checkpoint
 from moe_mk.lab.checkpoints.like import tensors_of
@@ -29,6 +31,7 @@ from moe_mk.weights import (
     inspect_checkpoint,
     load_layer,
 )
+from moe_mk.weights.checkpoint import find_prefix
 from moe_mk.weights.layer_spec import expected_tensors
 from tests.support.layers import config, layer, tensors
 from tests.weights.one_layer import PREFIX, StateDict
@@ -73,12 +76,20 @@ def fed(loader: LayerLoader, state: StateDict, seed: int = 0) -> LayerLoader:
 def test_any_order_gives_the_bits_of_the_file_under_every_convention(
     convention: str, owned: tuple[int, ...], tp: tuple[int, int], tiny: Shape, renamed: Callable[[str], StateDict]
 ) -> None:
-    state, spec = renamed(convention), tiny.layer_spec()
-    wanted = load_layer(MappingSource(state), 3, spec, owned=owned, tp_rank=tp[0], tp_size=tp[1])
-    loader, taken = loader_of(spec, wanted.facts.prefix, owned, tp)
-    fed(loader, state).finish()
-    assert same(taken[0], wanted)
-    assert taken[0].facts.owned == owned and (taken[0].facts.tp_rank, taken[0].facts.tp_size) == tp
+    state, share = renamed(convention), {"owned": owned, "tp_rank": tp[0], "tp_size": tp[1]}
+    for order in ("gate_up", "up_gate"):
+        spec, prefix = replace(tiny.layer_spec(), gate_up_order=order), find_prefix(MappingSource(state), 3)
+        loader, taken = loader_of(spec, prefix, owned, tp)
+        if order == "up_gate" and convention != "fused":
+            with pytest.raises(ConfigError, match="names distinguish them"):
+                fed(loader, state)
+            continue
+        wanted = load_layer(MappingSource(state), 3, spec, **share)
+        fed(loader, state).finish()
+        official = load_layer(MappingSource(renamed("official")), 3, tiny.layer_spec(), **share)
+        assert same(taken[0], wanted) and same(wanted, official) == (order == "gate_up")
+        assert wanted.facts.convention == convention
+        assert taken[0].facts.owned == owned and (taken[0].facts.tp_rank, taken[0].facts.tp_size) == tp
 
 
 @pytest.mark.parametrize(
@@ -182,8 +193,11 @@ def test_all_missing_and_all_unexpected_names_are_one_error_and_may_still_be_fed
         *gone[1:],
     ):
         assert text in str(caught.value)
-    fed(loader, late).finish()
-    assert len(taken) == 1
+    loader._use = Mock(side_effect=[StoreError("the disk is full"), None])
+    with pytest.raises(StoreError):
+        fed(loader, late).finish()
+    loader.finish()  # the disk has room again
+    assert loader._use.call_count == 2
     loader, taken = loader_of(tiny.layer_spec())
     fed(
         loader,
@@ -215,6 +229,7 @@ def test_a_wrong_tensor_is_refused_by_name_when_it_is_fed_and_changes_nothing(
     other = name.replace(".1.", ".3.")
     with pytest.raises(WeightError, match=rf"{other} is \[1\], expected \[32, 64\]"):
         loader.feed(other, torch.zeros(1))  # of another rank: a wrong checkpoint all the same
+    assert loader.wants(name) and not loader.wants(other)
     fed(loader, tiny_state)
     for again in (name, other):
         with pytest.raises(WeightError, match=f"{again} was fed before"):

@@ -1,7 +1,6 @@
 """Packed integers of compressed-tensors, GPTQ and AWQ: their words by hand, there and back, and damage by name."""
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,35 +74,6 @@ def test_zero_points_of_gptq_v2_are_stored_as_they_are() -> None:
         unpack("gptq", scheme, named(parts))
     with pytest.raises(ConfigError, match="GPTQ stores a zero point minus one, and one of the matrix is 0"):
         pack("gptq", q)
-
-
-@pytest.mark.row(168)
-def test_checkpoints_of_both_conventions_have_the_same_experts(written: Callable[[str], Path], tmp_path: Path) -> None:
-    # Stored zero points of 0 to 13 in gptq are one more in gptq_v2: 0x11111111 more in each word of eight.
-    read: dict[str, list[Tensor]] = {}
-    generator = torch.Generator("cpu").manual_seed(1)
-    tensors = load_file(next(written("gptq").glob("*.safetensors")))
-    for name, tensor in tensors.items():
-        if name.endswith(".qzeros"):
-            octets = torch.randint(0, 14, (*tensor.shape, 4, 2), generator=generator, dtype=torch.uint8)
-            tensors[name] = (octets[..., 0] | octets[..., 1] << 4).view(torch.int32).squeeze(-1)
-    for form, more in (("gptq", 0), ("gptq_v2", 0x11111111)):
-        folder = tmp_path / form
-        folder.mkdir()
-        changed = {n: t + more if n.endswith(".qzeros") else t for n, t in tensors.items()}
-        save_file(changed, folder / "model.safetensors")
-        config = json.loads((written("gptq") / "config.json").read_text())
-        config["quantization_config"] |= {"sym": False, "checkpoint_format": form}
-        (folder / "config.json").write_text(json.dumps(config))
-        facts = inspect_checkpoint(folder)
-        assert facts.sound and facts.layers[0].kind == "int4_g128_zp", [*facts.problems, *facts.layers[0].problems]
-        parsed = MoEConfig.from_hf(folder)
-        assert parsed.model.quant.gptq_v2 == facts.layers[0].gptq_v2 == (form == "gptq_v2")
-        read[form] = wide(load_written(folder).experts.slots[1])
-    assert all(torch.equal(a, b) for a, b in zip(read["gptq"], read["gptq_v2"], strict=True))
-    (tmp_path / "gptq_v2" / "config.json").write_text((tmp_path / "gptq" / "config.json").read_text())
-    mistaken = wide(load_written(tmp_path / "gptq_v2").experts.slots[1])
-    assert not any(torch.equal(a, b) for a, b in zip(read["gptq"], mistaken, strict=True))
 
 
 @pytest.mark.row(168)
@@ -315,26 +285,6 @@ def test_compressed_tensors_packs_the_same_words() -> None:
         assert torch.equal(helpers.pack_to_int32(zeros, bits, packed_dim=0), ours["zeros"])
         theirs = helpers.unpack_from_int32(ours["zeros"], bits, q.zeros.shape, packed_dim=0)
         assert torch.equal(theirs, zeros)
-
-
-def test_files_of_kimi_k2_thinking_have_our_names_and_shapes(tmp_path: Path) -> None:
-    """Names and shapes as in moonshotai/Kimi-K2-Thinking, at a small size; shared experts in bf16, no zero points."""
-    prefix, tensors = "model.layers.1.mlp.", {"gate.weight": torch.ones(2, 64).bfloat16()}
-    tensors["gate.e_score_correction_bias"] = torch.zeros(2)
-    for e in range(2):
-        for name, (n, k) in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
-            folder = f"experts.{e}.{name}."
-            tensors[folder + "weight_packed"] = torch.full((n, k // 8), 0x11111111 * 7, dtype=torch.int32)
-            tensors[folder + "weight_scale"] = torch.full((n, k // 32), 0.25).bfloat16()
-            tensors[folder + "weight_shape"] = torch.tensor([n, k], dtype=torch.int32)
-    for name, (n, k) in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
-        tensors[f"shared_experts.{name}.weight"] = torch.ones(n, k).bfloat16()
-    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    facts = inspect_checkpoint(tmp_path)
-    assert facts.sound, facts.layers[0].problems
-    assert (facts.layers[0].kind, facts.layers[0].shared) == ("int4_g32", "bf16")
-    weights = load_layer(SafetensorsSource(tmp_path), 1, facts.layers[0].layer_spec(), owned=(1,))
-    assert torch.equal(wide(weights.experts.slots[0])[0], torch.full((32, 64), -0.25))
 
 
 @pytest.mark.parametrize("latent", [None, 64])

@@ -80,7 +80,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "on_device": lambda record: on_device(record, CPU),
 }  # fmt: skip
 HAVE: dict[str, Sequence[type]] = {
-    "clone": (QuantTensor, SlotBiases, SlotWeights), "to": (QuantTensor,),
+    "clone": (QuantTensor, SlotBiases, SlotWeights, MappedExpertWeights), "to": (QuantTensor,),
     "on_device": (ExpertWeights, MappedExpertWeights),
 }  # fmt: skip
 
@@ -149,7 +149,7 @@ def expected_path(part: Part, tp_rank: int) -> str:
 def test_each_tensor_of_a_layer_is_read_into_its_field_and_no_other(without: str, tp: tuple[int, int]) -> None:
     """One number of one tensor is changed at a time, of a layer with every feature but one: a table replaces a bias."""
     features = {key: value for field, (_, on) in FIELDS.items() if field != without for key, value in on.items()}
-    spec = LayerSpec(3, 128, 64, BF16, 1, 64, has_expert_bias=True, **features)
+    spec = LayerSpec(3, 128, 64, BF16, 1, 32, has_expert_bias=True, **features)
     tensors, seen = tensors_of(spec, 3), set[str]()
 
     def read(changed: dict[str, Tensor]) -> LayerWeights:

@@ -1,18 +1,25 @@
 """Opening tensors by name: views of the files, never outside the directory, and damage reported in words."""
 
+import itertools
 import json
+import mmap
 import os
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from moe_mk.errors import WeightError
 from moe_mk.weights import MappingSource, SafetensorsSource
+from moe_mk.weights import source as source_module
 from moe_mk.weights.gguf_source import open_source
 from moe_mk.weights.safetensors_header import read_header
+from moe_mk.weights.source import Copies, discard_pages, in_memory, is_mapped
 
 INDEX = "model.safetensors.index.json"
 
@@ -138,6 +145,46 @@ def test_a_state_dict_is_a_source_too() -> None:
     source.read_ahead("a")
     with pytest.raises(WeightError, match="m is on the meta device"):
         source.entry("m")
+
+
+CHANGES: list[Callable[[Tensor, random.Random], Tensor]] = [
+    lambda x, draw: x.narrow(axis := draw.randrange(x.dim()), (n := x.shape[axis]) // 4, (n + 1) // 2),
+    lambda x, draw: x.transpose(0, -1),
+    lambda x, draw: x[::2],
+    lambda x, draw: x[draw.randrange(len(x))] if x.dim() > 1 else x,
+    lambda x, draw: x.view(torch.int16) if x.shape[-1] % 2 == x.storage_offset() % 2 == 0 and x.is_contiguous() else x,
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_view_of_a_file_is_read_in_pieces_and_found_from_its_copy(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "PIECE", 48)
+    monkeypatch.setattr(source_module, "MOST_AT_ONCE", 7)
+    whole, copies = torch.randint(256, (6, 7, 8), dtype=torch.uint8), Copies()
+    save_file({"a": torch.zeros(3), "b": whole}, tmp_path / "x.safetensors")
+    changes = random.Random(seed).choices(CHANGES, k=3)
+
+    def changed(x: Tensor) -> Tensor:
+        draw = random.Random(seed)
+        return next(itertools.islice(itertools.accumulate(changes, lambda y, f: f(y, draw), initial=x), at, None))
+
+    for at in range(4):
+        view = changed(SafetensorsSource(tmp_path).open("b"))
+        copy = copies.of(view)
+        assert is_mapped(view) and torch.equal(copy, changed(whole)) and not is_mapped(copy)
+        back = copies.back(part := changed(copy))
+        assert torch.equal(in_memory(back), part) and (is_mapped(back) or view.stride() != copy.stride() or at)
+
+
+def test_whole_pages_alone_are_given_back() -> None:
+    memory = torch.frombuffer(
+        mmap.mmap(-1, 6 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    ).fill_(7)
+    discard_pages(memory[100 : 4 * mmap.PAGESIZE + 50])
+    assert memory.view(6, -1).unique_consecutive(dim=0)[:, 0].tolist() == [7, 0, 7] and not memory[mmap.PAGESIZE]
+    assert int((memory == 7).sum()) == 3 * mmap.PAGESIZE
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614\nsize 4998663696\n"
