@@ -119,26 +119,26 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
-        scheme = self.quant.weight_scheme
-        # Blocks of GGUF are never partial.
-        both = scheme, self.quant.down_scheme
-        per_byte, per_byte_down = (s.block[1] if s.family == "gguf" and s.block else s.per_byte for s in both)
-        sizes = {"latent_size" if self.latent_size else "hidden_size": (self.latent_size or self.hidden_size, per_byte)}
-        sizes["moe_intermediate_size"] = self.moe_intermediate_size, per_byte_down
+        quant = self.quant
+        sizes = {"latent_size": self.latent_size} if self.latent_size else {"hidden_size": self.hidden_size}
+        of_down = {"moe_intermediate_size": self.moe_intermediate_size}
         # Shared experts of a GGUF file have blocks of their own.
-        if self.quant.shared_scheme is None and scheme.family != "gguf":
-            sizes["the shared experts' size"] = self.shared_size, per_byte_down
-        odd = [f"{name}={size}" for name, (size, values) in sizes.items() if size % values]
-        if odd and scheme.family == "gguf":
-            raise ValueError(
-                f"blocks of {self.quant.weights} hold {per_byte} values of a row, of down projections {per_byte_down}, "
-                f"no divisor of {', '.join(odd)}; use a type with smaller blocks, such as q8_0"
-            )
-        if odd:
-            raise ValueError(
-                f"{self.quant.weights} weights pack {per_byte} values together, which do not divide {', '.join(odd)}; "
-                "use multiples of them or another type"
-            )
+        if quant.shared_scheme is None and quant.weight_scheme.family != "gguf":
+            of_down["the shared experts' size"] = self.shared_size
+        parts = {"weights": (quant.weights, quant.weight_scheme, sizes)}
+        parts["down" if quant.down else "weights of down"] = quant.down or quant.weights, quant.down_scheme, of_down
+        problems = []
+        for key, (kind, scheme, columns) in parts.items():
+            # Blocks of GGUF are never partial.
+            values = scheme.block[1] if scheme.family == "gguf" and scheme.block else scheme.per_byte
+            if odd := [f"{name}={size}" for name, size in columns.items() if size % values]:
+                such_as = ", such as q8_0 with blocks of 32" if values > 32 else ""
+                problems.append(
+                    f"{kind} weights{' of down projections' * (key == 'down')} pack {values} values together, which do "
+                    f"not divide {', '.join(odd)}; use multiples or another quant.{key.partition(' ')[0]}{such_as}"
+                )
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @model_validator(mode="after")

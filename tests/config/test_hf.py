@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from moe_mk.config import MoEConfig, load_config
 from moe_mk.config.hf import settings_from_hf
 from moe_mk.errors import ConfigError
+from tests.config.test_keys import EQUATION, MODELOPT, full
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -64,18 +66,6 @@ def test_a_config_of_transformers_is_the_shipped_model(name: str, tmp_path: Path
     assert read == shipped().with_(experts="torch_cpu")
 
 
-def test_deepseek_v2_limits_groups_only_where_it_states_so() -> None:
-    big = transformers.DeepseekV2Config(
-        n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, n_group=8, topk_group=3,
-        topk_method="group_limited_greedy", routed_scaling_factor=16.0, moe_intermediate_size=1536, hidden_size=5120,
-    )  # fmt: skip
-    router = settings_from_hf(saved(big), "here")["router"]
-    assert (router["num_expert_group"], router["topk_group"]) == (8, 3)
-    assert (router["scoring_func"], router["routed_scaling_factor"], router["renormalize"]) == ("softmax", 16.0, False)
-    greedy = settings_from_hf(saved(big, topk_method="greedy"), "here")["router"]
-    assert (greedy["num_expert_group"], greedy["topk_group"]) == (1, 1)
-
-
 @pytest.mark.parametrize("wrapper", ["deepseek_v3 text_config", "new_vl llm_config", "kimi_k2 language_config"])
 def test_wrappers_keep_their_text_model_inside(wrapper: str) -> None:
     text, (name, section) = deepseek_v3(hidden_act="swish"), wrapper.split()
@@ -85,10 +75,47 @@ def test_wrappers_keep_their_text_model_inside(wrapper: str) -> None:
     assert settings_from_hf({"model_type": name, section: text}, "here") == expected
 
 
-@pytest.mark.parametrize("dtype, weights", [("float16", "fp16"), ("float32", "fp32"), ("torch.bfloat16", "bf16")])
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_plain_weights_have_the_dtype_that_is_stated(key: str, dtype: str, weights: str) -> None:
-    assert settings_from_hf(deepseek_v3(**{key: dtype}), "here")["model"]["quant"] == {"weights": weights}
+def of_class(family: str, **changes: Any) -> dict[str, Any]:
+    return saved(transformers.AutoConfig.for_model(family), **changes)
+
+
+V2 = {"n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0, "norm_topk_prob": False}
+UNSHARED = EQUATION | {"model_type": "deepseek_v3", "config": {}}
+READINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *((deepseek_v3(**{key: dtype}), {"model.quant": {"weights": kind}}) for key in ("dtype", "torch_dtype")
+      for dtype, kind in (("float16", "fp16"), ("float32", "fp32"), ("torch.bfloat16", "bf16"))),
+    ({"model_type": "kimi_k25", "dtype": "float16", "text_config": full("deepseek_v3", torch_dtype=None)},
+     {"model.quant.weights": "fp16"}),
+    (full("deepseek_v2", **V2, topk_method="group_limited_greedy"), {"router.num_expert_group": 8,
+     "router.topk_group": 3, "router.scoring_func": "softmax", "router.renormalize": False,
+     "router.routed_scaling_factor": 16.0}),
+    (full("deepseek_v2", **V2, topk_method="greedy"), {"router.num_expert_group": 1, "router.topk_group": 1}),
+    (full("deepseek_v4", vision_n_layers=2, vocab_size=99), {"router.first_image_token": 99}),
+    (full("gpt_oss"), {"model.stacks_transposed": True}),
+    (full("gpt_oss", quantization_config={"quant_method": "mxfp4"}), {"model.stacks_transposed": False}),
+    (of_class("mistral4", n_group=2, topk_group=1), {"router.group_score": "two_best"}),
+    (of_class("hy_v4", n_shared_experts=1, swiglu_limit=7.0), {
+        "model.activation": "swiglu_limit", "model.swiglu_limit": 7.0, "model.shared_activation": "silu"}),
+    (of_class("kimi_linear", hidden_act="situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0,
+              routed_expert_hidden_size=64, latent_moe_use_norm=False),
+     {"model.activation": "situ", "model.swiglu_limit": 25.0, "model.swiglu_alpha": 4.0, "model.latent_size": 64}),
+    (full("minimax_m2", use_routing_bias=False), {"router.has_correction_bias": False}),
+    (full("deepseek_v3", layer_equation=UNSHARED, quantization_config={**MODELOPT, "ignore": ["*shared_experts*"]}),
+     {"model.quant": {"weights": "nvfp4"}}),
+    ({"model_type": "x", "text_config": {**UNSHARED, "quantization_config": {
+        "quant_method": "compressed-tensors", "moe_sparsity_config": {"method": "prune", "num_experts": [3, 3]}}},
+      "layer_equation": UNSHARED}, {"model.num_experts": 3}),
+    (full("qwen3_moe", quantization={"bits": 4, "group_size": 64, "model.layers.0.mlp.gate": True}),
+     {"model.quant.weights": "int4_g64_affine"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hf", "expected"), READINGS)
+def test_a_configuration_is_read_as_its_class_computes(hf: dict[str, Any], expected: dict[str, Any]) -> None:
+    read = settings_from_hf(hf, "here")
+    for path, value in expected.items():
+        assert reduce(dict.__getitem__, path.split("."), read) == value, path
+    assert "latent_norm" not in read["model"] and MoEConfig.parse(read, "here")
 
 
 def test_the_fp8_configuration_of_transformers_itself_is_read() -> None:
@@ -104,6 +131,8 @@ def test_the_fp8_configuration_of_transformers_itself_is_read() -> None:
         ({"model_type": "deepseek_v"}, r"did you mean 'deepseek_v[234]'"),
         ({}, "no MoE layer is known for model_type ''"),
         ({"model_type": "gemma4_text", "hidden_size": 8, "enable_moe_block": False}, "enable_moe_block is False"),
+        (full("longcat_flash", per_layer_config={"1": {"moe_topk": 3}}), "layer 1: moe_topk"),
+        (full("qwen3_moe", quantization={"bits": 4}, quantization_config={"bits": 8}), "quantization and .* differ"),
         ({"model_type": "mixtral", "hidden_size": 8}, "none of intermediate_size is given; is this a MoE model"),
     ],
 )

@@ -438,5 +438,7 @@ def test_settings_without_a_model_are_taken_with_that_of_a_checkpoint(tmp_path: 
         MoEConfig.load(tmp_path / "serve.yaml")
     with pytest.raises(ConfigError, match="unknown setting 'kernel.expert'; did you mean"):
         config.with_(settings={"kernel": {"expert": 2}})
+    with pytest.raises(ConfigError, match=r"unknown setting 'expert'; did you mean 'experts'\?"):
+        config.with_(expert="torch_cpu")
     with pytest.raises(ConfigError, match="experts is no section"):
         config.with_(settings={"experts": "auto"})

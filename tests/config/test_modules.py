@@ -156,6 +156,7 @@ def test_names_are_those_of_the_tensors_where_a_folder_has_them(tmp_path: Path) 
     names = [
         f"text.layers.{n}.moe_block.experts.{e}.{w}.weight" for n in (0, 3) for e in (0, 1) for w in ("w1", "w2", "w3")
     ]
+    names.insert(0, "draft.0.moe_block.experts.0.gate_proj.weight")
     block = of_names([*names, "text.layers.3.moe_block.shared_expert.w1.weight", "mtp.0.moe_block.experts.0.w1.weight"])
     assert block is not None and block.prefix == "text.layers.{N}.moe_block." and block.layers == (0, 3)
     assert block.experts == ("experts.{e}.w1", "experts.{e}.w3", "experts.{e}.w2") and block.shared == (

@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from moe_mk.config import ModelConfig, MoEConfig, QuantConfig, load_config
 from moe_mk.errors import ConfigError
@@ -166,21 +165,3 @@ def test_a_token_of_deepseek_v3_uses_5_51_percent_of_the_parameters() -> None:
 def test_without_sizes_the_fraction_is_that_of_the_layer() -> None:
     assert active_fraction(config()) == 4 / 16
     assert active_fraction(config(model={"num_shared_experts": 2})) == (4 + 2) / (16 + 2)
-
-
-def test_overrides_are_checked_like_everything_else() -> None:
-    before = config()
-    with pytest.raises(ConfigError, match=r"unknown setting 'expert'; did you mean 'experts'\?"):
-        before.with_(expert="torch_cpu")
-    with pytest.raises(ConfigError, match="overrides: router.top_k=99 exceeds model.num_experts=16"):
-        before.with_(top_k=99, topk_group=4)
-    with pytest.raises(ConfigError, match="kernel.graphs: .*got 'perhaps'"):
-        before.with_(graphs="perhaps")
-    assert before == config()
-
-
-def test_no_key_stands_in_two_groups() -> None:
-    # Otherwise an override by bare key could not be placed.
-    groups = [field.annotation for field in MoEConfig.model_fields.values()]
-    keys = [key for cls in groups if isinstance(cls, type) and issubclass(cls, BaseModel) for key in cls.model_fields]
-    assert len(keys) == len(set(keys)) > 20
