@@ -426,6 +426,8 @@ def test_every_call_counts_its_experts_whether_or_not_all_are_in_memory(slots: i
         counts = layer.cache.counts
         assert counts.uses == uses == counts.hits + counts.reads
     assert counts.reads == EXPERTS if slots == EXPERTS else counts.reads > EXPERTS
+    layer.cache.clear()
+    assert not any(map(layer.cache.policy.worth, range(EXPERTS))), "what was used is forgotten"
 
 
 @pytest.mark.row("177")

@@ -164,6 +164,7 @@ def compared(rank: int, who: list[int], listens: bool, settings: dict[str, Any])
         with capture.listening({0: made}):
             for number, count in enumerate(rows):
                 made(tokens(rank, count, number))
+        made(tokens(rank, 2))  # is captured no more
         if not torch.equal(capture.take()[:, 0].int(), torch.cat([each.ids_TK for each in heard[::2]])):
             wrong.append("another routing is captured than is reported")
     if settings.get("tuned"):

@@ -204,13 +204,14 @@ def test_a_record_that_cannot_be_read_is_never_multiplied(checkpoint: Path, tmp_
     x_TH = torch.randn(24, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     layer = built(checkpoint, residency={"bytes": 800_000, "store": str(tmp_path)})
     expected = built(checkpoint)(x_TH)
-    assert torch.equal(layer(x_TH), expected)
+    assert torch.equal(layer(x_TH), expected) and "experts in memory, decayed" in layer.explain().parameters
     used, failed = layer.expert_load > 0, 0
     for bad in range(16):
         cache = layer.state.experts.weights.cache
         if used[bad] and bad not in cache.slot_of:
-            with failing(bad), pytest.raises(StoreError, match=f"expert {bad} cannot be read"):
-                layer(x_TH)
+            for call in (partial(layer, x_TH), partial(layer.state.experts.weights.slot, bad)):
+                with failing(bad), pytest.raises(StoreError, match=f"expert {bad} cannot be read"):
+                    call()
             assert bad not in cache.slot_of
             failed += 1
         assert torch.equal(layer(x_TH), expected)  # the slot is free, the next call reads again
@@ -284,6 +285,7 @@ def test_layers_of_a_pool_have_the_same_bits_and_divide_its_memory_by_what_they_
     for step in range(40):
         called(step)
     assert [cache.share for cache in caches] == [len(cache.slots) for cache in caches] == [5, 2, 2]
+    assert layers[0][3].num_bytes == 5 * caches[0].record_bytes and "3.21 MB for all layers" in str(caches[0])
     with pytest.raises(ConfigError, match=r"less than one expert of each layer \(3 x .*give at least"):
         in_a_pool(tmp_path, 2, "bf16 bf16 bf16")
 
@@ -397,6 +399,8 @@ def test_a_call_that_fails_ends_while_another_layer_of_the_pool_reads(tmp_path: 
         assert begun.wait(60)
         with pytest.raises(StoreError, match="a damaged record"):
             one[2].run(drawn(3, 4, 4), one[3])
+        one[3].cache.share, other[3].cache.share = 1, 3
+        assert other[3].cache.pool.grow(other[3].cache), "slots of reads that have ended are free"
         may_end.set()
         reading.result(60)
     expect_bits(one, 7)

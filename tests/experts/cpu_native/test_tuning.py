@@ -198,7 +198,8 @@ def test_a_cut_over_never_separates_kernels_with_different_bits() -> None:
     assert cut_over_of(Isa.AMX_BF16, Format.INT8, integers) is INTEGER_TILES
     for isa in (Isa.AVX2, Isa.AVX512_VNNI):
         assert all(cut_over_of(isa, format, plain) is PANELS for format in (Format.FP8, Format.BF16, Format.MXFP4))
-        assert cut_over_of(isa, Format.Q6_K, plain) is cut_over_of(isa, Format.INT8, integers) is None
+        assert cut_over_of(isa, Format.Q5_K, plain) is cut_over_of(isa, Format.Q6_K, plain) is None
+        assert cut_over_of(isa, Format.INT8, integers) is None
     assert cut_over_of(Isa.SCALAR, Format.FP8, plain) is None
 
 

@@ -228,7 +228,7 @@ def test_shared_experts_in_the_same_pass_equal_f64(
     native: Native, isas: list[IsaHere], storage: Storage, rows: int
 ) -> None:
     # Their intermediate size is their own, every row visits them, also one that no routed expert wants.
-    routed, common = Layer(3, 160, 144, storage), Layer(1, 160, 96, storage, seed=7)
+    routed, common = Layer(3, 160, 272, storage), Layer(1, 160, 96, storage, seed=7)
     x, ids, weights = batch(rows, 160, 3, 2)
     if rows:
         ids[-1] = -1

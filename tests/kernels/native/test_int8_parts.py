@@ -146,9 +146,9 @@ def test_gated_layers_are_near_those_of_bf16_rows_whatever_the_batch(isa_here: I
 @pytest.mark.parametrize("name", ["int4_g128", "q4_k"])
 def test_shared_experts_read_the_same_rounded_rows(isa_here: IsaHere, name: str) -> None:
     native, isa = isa_here
-    routed, alone = (PartsLayer(n, 512, 256, scheme=scheme_of_kind(name), seed=n) for n in (2, 1))
+    routed, alone = (PartsLayer(n, 256, 256 * n, scheme=scheme_of_kind(name), seed=n) for n in (2, 1))
     packed, shared = routed.pack(native), alone.pack(native)
-    x, ids, weights = batch(11, 512, 2, 2)
+    x, ids, weights = batch(11, 256, 2, 2)
     mode = ExpertsMode(quantize=Rounding.INT8_PARTS)
     both = experts_rows(native, x, ids, weights, *packed, mode=mode, isa=isa, shared=shared)
     first = experts_rows(native, x, ids, weights, *packed, mode=mode, isa=isa)

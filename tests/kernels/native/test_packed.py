@@ -75,6 +75,7 @@ def test_unpacking_gives_every_bit_back(
     for slot in range(2):
         back = unpack_slot(native, packed, slot, threads=threads)
         assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(back, sources, strict=True))
+        assert storage.format.bits == 4 or packed.values_LB[slot].sum() == sum(bytes_of(each).sum() for each in sources)
         groups = unpack_scales(packed, slot) if storage.format.group else ()
         assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(groups, scales if groups else (), strict=True))
         for mine, theirs in zip(unpack_output_scales(packed, slot), above or scales, strict=False):

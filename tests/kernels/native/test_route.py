@@ -61,7 +61,7 @@ def test_any_routing_equals_plain_loops(
         for t in range(tokens):
             chosen, wanted = by_loops(logits[t].double(), bias, mode)
             assert ids[t].tolist() == chosen
-            assert weights[t].tolist() == pytest.approx(wanted, rel=1e-5)
+            assert weights[t].tolist() == pytest.approx(wanted, rel=1.3e-7)
 
 
 @pytest.mark.parametrize("experts", [4, 7, 67, 256])
