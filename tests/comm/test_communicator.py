@@ -1,4 +1,4 @@
-"""What all communicators share: offsets, sums in order, and the counting of bytes; and the one of a single rank."""
+"""What all communicators share: sums in order, and the counting of bytes; and the one of a single rank."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,16 +11,12 @@ import pytest
 import torch
 
 from moe_mk.comm import Communicator, LockstepWorld, SingleRank
-from moe_mk.comm.communicator import offsets, sum_in_order, summing_dtype
+from moe_mk.comm.communicator import sum_in_order, summing_dtype
 from moe_mk.comm.failure import Exclusive, Failure, describe
 from moe_mk.errors import CommError, UnsupportedError
 from moe_mk.flight import InFlight, interleave, wait
 from moe_mk.prepare_finalize.one_sided.transport import FusedOneSided
 from tests.layer.interrupted_ranks import Interrupts
-
-
-def test_offsets_by_hand() -> None:
-    assert offsets([2, 0, 3]) == [0, 2, 2, 5] and offsets([]) == [0]
 
 
 def test_parts_are_added_one_after_the_other_and_left_alone() -> None:

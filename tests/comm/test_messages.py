@@ -18,17 +18,21 @@ from moe_mk.comm import DistributedCommunicator
 from moe_mk.comm.connections import MOST_RECEIVES, Connections
 from moe_mk.comm.header import (
     ANY,
+    CALLS,
     EAGER_BYTES,
     EPOCHS,
     HEADER_BYTES,
+    HEADER_TAGS,
     LAYOUT,
     TEXT_BYTES,
     Envelope,
     Header,
     Kind,
+    Recovery,
     RowHeaders,
     host_number,
-)
+    row_tag,
+)  # fmt: skip
 from moe_mk.comm.messages import GroupMessages
 from moe_mk.errors import CommError
 from moe_mk.flight import wait
@@ -39,21 +43,32 @@ from tests.support.worlds import world_of
 world = world_of(2)
 
 
-def test_a_header_comes_back_as_it_was_packed() -> None:
+def test_a_header_comes_back_as_it_was_packed_and_bytes_of_another_program_are_none() -> None:
     header = Header(Kind.ROWS, 3, 7, "dispatch", 2, -5, 1 << 40, 9, 1, Process(12, "345", 67), host_number())
     packed = header.packed()
     assert len(packed) == HEADER_BYTES and Header.unpacked(packed) == header
     long = Header.unpacked(replace(header, text="x" * 1000).packed())
     assert long.text == "x" * TEXT_BYTES
-
-
-def test_bytes_of_another_program_are_no_header() -> None:
     with pytest.raises(ValueError, match="no header of this version"):
         Header.unpacked(bytes(HEADER_BYTES))
     unknown = Header(Kind.ROWS, 0, 1, "").packed()
     unknown[8] = 9
     with pytest.raises(ValueError, match="no header"):
         Header.unpacked(unknown)
+
+
+def test_tags_of_rows_are_of_one_epoch_call_and_size_and_of_nothing_else() -> None:
+    sizes = [torch.empty(EAGER_BYTES + more, dtype=torch.uint8) for more in (1, 2)]
+    tags = [row_tag(epoch, call, x) for epoch in (0, 1, EPOCHS - 1) for call in range(1, 1 + CALLS) for x in sizes]
+    assert len(set(tags)) == len(tags) and HEADER_TAGS + EPOCHS <= 1 << 16 <= min(tags) and max(tags) < 1 << 31
+
+
+def test_a_recovery_sends_and_awaits_again_only_where_other_ranks_are_left_out() -> None:
+    group, recovery = Mock(), Recovery(3)
+    for peers, left_out in (([1, 2], 0), ([1, 2], 0), ([1], 1 << 2)):
+        recovery.call(group, peers, left_out, 7, Process.this())
+    sent = [(peer, Header.unpacked(x[0].numpy().tobytes()).count) for (x, peer, _), _ in group.send.call_args_list]
+    assert sent == [(1, 0), (2, 0), (1, 1 << 2)] and [each.args[1] for each in group.recv.call_args_list] == [1, 2]
 
 
 def waits_for_a_slow_peer(rank: int, elsewhere: bool) -> str:
@@ -139,8 +154,7 @@ def receives_that_stand(rank: int) -> list[list[int]]:
     comm, standing = DistributedCommunicator(dist.new_group(), timeout_s=20.0), list[list[int]]()
     connections = GroupMessages.of(comm.group).connections
     for number in range(40):
-        eager = number < 30
-        if eager:
+        if number < 30:
             going = {1 - rank: Envelope.empty(8, 1)}
             comm.give_back(comm.swap_now(going, {1 - rank: ANY}, "rows").values())
         else:
