@@ -96,7 +96,8 @@ def unquantised(**changes: Any) -> float:
         weight.data.copy_(drawn(*weight.shape))
     layer.quant_method.process_weights_after_loading(layer)
     x, topk = call(torch.bfloat16)
-    tiny = Tiny(layer.w13_weight.data.float(), layer.w2_weight.data.float())
+    activation = changes.get("activation", "silu")
+    tiny = Tiny(layer.w13_weight.data.float(), layer.w2_weight.data.float(), activation=activation)
     scale = changes.get("routed_scaling_factor") or 1.0
     return error(layer(x, topk), scale * tiny.loops(x.float(), topk.topk_weights, topk.topk_ids))
 
