@@ -85,6 +85,8 @@ def test_a_registered_router_is_chosen_by_the_settings(lowest: str, experts: str
     assert isinstance(made.router, Lowest) and made.report().router == "", "it is that of the settings"
     copied = copy.deepcopy(made)
     assert torch.equal(copied(X), made(X)) and copied.report().router == ""
+    made.router = Lowest(made.config.with_(routed_scaling_factor=2.5).router, E)
+    assert made.report().router, "its settings are others"
     copied.router = least
     assert copied.report().router.endswith(".least")
 
