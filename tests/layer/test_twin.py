@@ -78,6 +78,9 @@ def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep:
     for y_TH in run_together(layers, [twin.x_TH] * (ep * tp)):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
     assert {phase for layer in layers for phase in layer.ep.traffic.calls_by_phase} == {"agreement", "late reduce"}
+    for layer in layers:
+        both = [comm.traffic.bytes_by_phase["late reduce"] for comm in (layer.ep, layer.tp)]
+        assert layer.report().sent["late reduce"] == sum(both) and (both[1] > 0) == (tp > 1)
     once = [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers]
     run_together(layers, [twin.x_TH] * (ep * tp))
     assert [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers] == once, "notes are compared once"

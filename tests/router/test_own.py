@@ -129,16 +129,22 @@ def test_ranks_with_different_routers_do_not_go_on() -> None:
 
 
 @pytest.mark.parametrize("transport", ["no_ep", "all_to_all", "all_gather", "one_sided", "replicated"])
-def test_ids_in_int64_go_where_those_in_int32_go(transport: str) -> None:
+def test_ids_in_int64_and_routing_with_strides_go_where_dense_int32_goes(transport: str) -> None:
     groups, tokens = virtual_groups(1 + (transport != "no_ep")), {"replicated": "replicated"}.get(transport, "sharded")
     ranks = [layer(each, prepare_finalize=transport, tokens=tokens) for each in groups]
     for _ in range(2):  # as built, and then moved
         outputs = list[list[Tensor]]()
-        for ids_dtype in (torch.int32, torch.int64):
+        for as_given in (
+            lambda routing: routing,
+            lambda routing: replace(routing, ids_TK=routing.ids_TK.long()),
+            lambda routing: Routing(*(each.T.contiguous().T for each in (routing.ids_TK, routing.weights_TK))),
+        ):
             for rank in ranks:
-                rank.router = lambda logits, bias, to=ids_dtype: replace(it := least(logits), ids_TK=it.ids_TK.to(to))
+                rank.router = lambda logits, bias, as_given=as_given: as_given(
+                    Routing(least(logits).ids_TK, torch.linspace(0.1, 1.0, len(X) * K).view(-1, K))
+                )
             outputs.append(interleave([rank.steps(X) for rank in ranks]))
-        assert all(map(torch.equal, *outputs))
+        assert all(map(torch.equal, outputs[0] * 2, outputs[1] + outputs[2]))
         for rank in ranks:
             rank.live.set_placement(ExpertMap(tuple(row[::-1] for row in rank.expert_map.experts_of_rank), E))
 
