@@ -106,7 +106,7 @@ def pack_slot(
     the format, (outputs, inputs / group), of INT4 and INT8_GROUPS in the dtype of `PartScales`. ggml blocks have none.
     above: a global f32 scale of each source, (1, 1). zeros: uint8 zero points, or biases of the dtype of the scales, of
     the shape of the scales.
-    Raises WeightError for NaN codes and, of blocks and of formats with parts, for scales that are not finite (others are
+    Raises WeightError for NaN codes and, of blocks and formats with parts, for scales that are not finite (others are
     checked when weights are loaded); ShapeError for shapes and alignments that cannot be packed.
     """
     layout = packed.layout
