@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_mk.comm import LockstepWorld, Nodes, SingleRank
-from moe_mk.comm.symmetric.heap import SymmetricHeap, WindowShape
+from moe_mk.comm.failure import Failure
+from moe_mk.comm.symmetric.heap import NOTE_BYTES, SymmetricHeap, WindowShape
 from moe_mk.comm.symmetric.setup import open_heap
 from moe_mk.errors import CommError, ShapeError, UnsupportedError
 from moe_mk.trace.clock import now
@@ -71,6 +72,18 @@ def test_a_missing_call_of_a_virtual_rank_is_an_error_at_once() -> None:
     zero.signal(1, 0, epoch=1)
     with pytest.raises(CommError, match=r"rank 1, phase 'dispatch', peer 0: epoch 2: has made no such call"):
         one.wait_until({0: 0}, 2, "dispatch")
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 3, None])
+def test_a_reported_failure_names_who_caused_it(culprit: int | None) -> None:
+    world = heaps(4, data_bytes=4 * NOTE_BYTES)
+    for heap in world:
+        heap.notes_at = 0
+    world[1].report(Failure("no memory", culprit), [0])
+    for waiting in (world[0], world[2]):
+        with pytest.raises(CommError, match="no memory") as caught:
+            waiting.wait_until({1: 0}, 1, "dispatch")
+        assert caught.value.peer == (1 if culprit is None else culprit)
 
 
 @pytest.mark.parametrize("peer,at,count", [(0, 60, 5), (0, -1, 1), (2, 0, 1), (-1, 0, 1)])
