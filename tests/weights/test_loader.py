@@ -215,6 +215,18 @@ def test_a_loader_without_the_prefix_of_the_names_reports_both(tiny: Shape, tiny
         fed(loader, tiny_state).finish()
 
 
+@pytest.mark.parametrize("second", ["fused", "stacked"])
+def test_a_projection_is_fed_once_under_whatever_name(
+    second: str, tiny: Shape, renamed: Callable[[str], StateDict]
+) -> None:
+    first, other = renamed("official"), renamed(second)
+    loader = fed(loader_of(tiny.layer_spec())[0], first)
+    assert (again := sorted(other.keys() - first.keys()))
+    for name in again:
+        with pytest.raises(WeightError, match=f"{name} was fed before, as {PREFIX}"):
+            loader.feed(name, other[name])
+
+
 def test_a_wrong_tensor_is_refused_by_name_when_it_is_fed_and_changes_nothing(
     tiny: Shape, tiny_state: StateDict
 ) -> None:
