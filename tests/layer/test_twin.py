@@ -75,12 +75,11 @@ def test_sliced_experts_on_a_tensor_parallel_pair_equal_transformers(twin: Twin,
 @pytest.mark.parametrize("ep,tp", [(2, 1), (4, 1), (2, 2)])
 def test_replicated_tokens_without_all_to_all_equal_transformers(twin: Twin, ep: int, tp: int) -> None:
     layers = twin.layers(ep=ep, tp=tp, tokens="replicated")
-    for y_TH in run_together(layers, [twin.x_TH] * (ep * tp)):
+    for layer, y_TH in zip(layers, run_together(layers, [twin.x_TH] * (ep * tp)), strict=True):
         torch.testing.assert_close(y_TH, twin.y_TH, atol=LIMIT, rtol=0)
-    assert {phase for layer in layers for phase in layer.ep.traffic.calls_by_phase} == {"agreement", "late reduce"}
-    for layer in layers:
         both = [comm.traffic.bytes_by_phase["late reduce"] for comm in (layer.ep, layer.tp)]
         assert layer.report().sent["late reduce"] == sum(both) and (both[1] > 0) == (tp > 1)
+    assert {phase for layer in layers for phase in layer.ep.traffic.calls_by_phase} == {"agreement", "late reduce"}
     once = [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers]
     run_together(layers, [twin.x_TH] * (ep * tp))
     assert [layer.ep.traffic.calls_by_phase["agreement"] for layer in layers] == once, "notes are compared once"

@@ -22,27 +22,16 @@ def row(*numbers: int) -> Tensor:
     return torch.tensor([numbers], dtype=torch.uint8)
 
 
-def test_a_put_lands_at_the_same_offset_of_the_peer_and_nowhere_else() -> None:
+def test_puts_land_at_their_offset_of_the_peer_alone_and_get_copies() -> None:
     zero, one, two = heaps(3, data_bytes=6)
+    before, window = two.get(1, 2, 1), one.data(1, 0, 6)
     zero.put(1, 2, row(7, 8))
-    assert one.data(1, 0, 6).tolist() == [0, 0, 7, 8, 0, 0] == two.get(1, 0, 6).tolist()
+    assert before.tolist() == [0] and window.tolist() == [0, 0, 7, 8, 0, 0] == two.get(1, 0, 6).tolist()
     assert not zero.data(0, 0, 6).any() and not two.data(2, 0, 6).any()
-
-
-def test_chosen_rows_are_gathered_into_the_window() -> None:
-    zero, one = heaps(2, data_bytes=4)
     rows = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.uint8)
-    zero.put(1, 0, rows, torch.tensor([0, 2]))
-    assert one.data(1, 0, 4).tolist() == [1, 2, 5, 6]
-    zero.put(1, 0, rows, torch.tensor([], dtype=torch.int64))
-    assert one.data(1, 0, 4).tolist() == [1, 2, 5, 6]
-
-
-def test_get_is_a_copy_and_data_is_not() -> None:
-    zero, one = heaps(2)
-    before, window = zero.get(1, 0, 1), zero.data(1, 0, 1)
-    one.put(1, 0, row(9))
-    assert before.tolist() == [0] and window.tolist() == [9]
+    for chosen in ([0, 2], []):
+        zero.put(1, 0, rows, torch.tensor(chosen, dtype=torch.int64))
+        assert window.tolist() == [1, 2, 5, 6, 0, 0]
 
 
 def test_a_signal_carries_the_number_of_rows_put_before_it() -> None:
@@ -74,16 +63,15 @@ def test_a_missing_call_of_a_virtual_rank_is_an_error_at_once() -> None:
         one.wait_until({0: 0}, 2, "dispatch")
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 3, None])
-def test_a_reported_failure_names_who_caused_it(culprit: int | None) -> None:
+@pytest.mark.parametrize(("culprit", "named"), [(0, 0), (1, 1), (3, 3), (None, 1)])
+def test_a_reported_failure_names_who_caused_it(culprit: int | None, named: int) -> None:
     world = heaps(4, data_bytes=4 * NOTE_BYTES)
     for heap in world:
         heap.notes_at = 0
     world[1].report(Failure("no memory", culprit), [0])
     for waiting in (world[0], world[2]):
-        with pytest.raises(CommError, match="no memory") as caught:
+        with pytest.raises(CommError, match=f"peer {named}: no memory"):
             waiting.wait_until({1: 0}, 1, "dispatch")
-        assert caught.value.peer == (1 if culprit is None else culprit)
 
 
 @pytest.mark.parametrize("peer,at,count", [(0, 60, 5), (0, -1, 1), (2, 0, 1), (-1, 0, 1)])
