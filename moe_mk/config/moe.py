@@ -119,23 +119,23 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _bytes_are_whole(self) -> Self:
-        quant = self.quant
-        sizes = {"latent_size": self.latent_size} if self.latent_size else {"hidden_size": self.hidden_size}
+        quant, width = self.quant, "latent_size" if self.latent_size else "hidden_size"
         of_down = {"moe_intermediate_size": self.moe_intermediate_size}
         # Shared experts of a GGUF file have blocks of their own.
         if quant.shared_scheme is None and quant.weight_scheme.family != "gguf":
             of_down["the shared experts' size"] = self.shared_size
-        parts = {"weights": (quant.weights, quant.weight_scheme, sizes)}
-        parts["down" if quant.down else "weights of down"] = quant.down or quant.weights, quant.down_scheme, of_down
         problems = []
-        for key, (kind, scheme, columns) in parts.items():
+        for key, kind, scheme, sizes in (
+            ("weights", quant.weights, quant.weight_scheme, {width: getattr(self, width)}),
+            ("down" if quant.down else "weights", quant.down or quant.weights, quant.down_scheme, of_down),
+        ):
             # Blocks of GGUF are never partial.
             values = scheme.block[1] if scheme.family == "gguf" and scheme.block else scheme.per_byte
-            if odd := [f"{name}={size}" for name, size in columns.items() if size % values]:
-                such_as = ", such as q8_0 with blocks of 32" if values > 32 else ""
+            if odd := [f"{name}={size}" for name, size in sizes.items() if size % values]:
+                smaller = ", such as q8_0 with blocks of 32" if values > 32 else ""
                 problems.append(
-                    f"{kind} weights{' of down projections' * (key == 'down')} pack {values} values together, which do "
-                    f"not divide {', '.join(odd)}; use multiples or another quant.{key.partition(' ')[0]}{such_as}"
+                    f"{kind} weights pack {values} values of a row, which do not divide {', '.join(odd)}; use multiples "
+                    f"of {values} or another model.quant.{key}{smaller}"
                 )
         if problems:
             raise ValueError("; ".join(problems))

@@ -341,8 +341,8 @@ def _scheme_of_engine(quant: str, block: tuple[int, int], values: Tensor, scales
         if values.dtype not in FLOATS:
             raise ShapeError(f"w2 has dtype {values.dtype}; state its format with quant=, for instance 'fp8_block'")
         return plain(values.dtype)
-    is_power = scales is not None and scales.dtype is torch.float8_e8m0fnu
-    return scheme_of_kind(quant, block, ue8m0=quant == "fp8_block" and is_power)
+    ue8m0 = quant == "fp8_block" and scales is not None and scales.dtype is torch.float8_e8m0fnu
+    return scheme_of_kind(quant, block, ue8m0=ue8m0)
 
 
 def _stack_of_engine(

@@ -70,24 +70,24 @@ def test_more_experts_than_anybody_asks_for_by_name_are_refused() -> None:
     assert LayerSpec(MOST_EXPERTS, 64, 32, BF16).num_experts == MOST_EXPERTS
 
 
-PACKED = {"mxfp4": 2, "nvfp4": 2, "q8_0": 32, "q4_k": 256, "bf16 int4_g32": 2, "int4_g32 bf16": 2, "q4_k q8_0": 256}
-
-
-@pytest.mark.parametrize("kinds", PACKED)
-@pytest.mark.parametrize("size", ["hidden_size", "moe_intermediate_size"])
-def test_values_that_are_packed_together_divide_the_sizes_of_their_own_projections(kinds: str, size: str) -> None:
-    weights, *down = kinds.split()
-    quant, at = {"weights": weights} | dict(zip(["down"], down, strict=False)), size == "moe_intermediate_size"
-    kind, values = (down or [weights])[0] if at else weights, 32 if at and down == ["q8_0"] else PACKED[kinds]
-    data = config(model__hidden_size=512, model__moe_intermediate_size=512, model__quant=quant)
-    data["model"][size] += values // 2
-    if kind == "bf16":
-        assert MoEConfig.parse(data, "here").model.quant.weights == weights
-        return
-    which = f"{kind} weights{' of down projections' * (at and bool(down))}"
-    remedy = f"another quant.{'down' if at and down else 'weights'}"
-    with pytest.raises(ConfigError, match=rf"{which} pack {values} values .* {size}={512 + values // 2}; .*{remedy}"):
-        MoEConfig.parse(data, "here")
+@pytest.mark.parametrize(
+    ("weights", "down", "of_hidden", "of_inter"),
+    [("mxfp4", "", 2, 2), ("nvfp4", "", 2, 2), ("q8_0", "", 32, 32), ("q4_k", "", 256, 256), ("bf16", "int4_g32", 1, 2),
+     ("int4_g32", "bf16", 2, 1), ("q4_k", "q8_0", 256, 32)],
+)  # fmt: skip
+def test_packed_values_divide_the_sizes_of_their_own_projections(
+    weights: str, down: str, of_hidden: int, of_inter: int
+) -> None:
+    sizes = {"model__hidden_size": 512 + of_hidden // 2, "model__moe_intermediate_size": 512 + of_inter // 2}
+    with pytest.raises(ConfigError) as caught:
+        MoEConfig.parse(config(**sizes, model__quant={"weights": weights, **({"down": down} if down else {})}), "here")
+    for kind, values, key, setting in (
+        (weights, of_hidden, "hidden_size", "weights"),
+        (down or weights, of_inter, "moe_intermediate_size", "down" if down else "weights"),
+    ):
+        stated = f"{kind} weights pack {values} values of a row, which do not divide {key}={512 + values // 2}"
+        assert (stated in str(caught.value)) == (values > 1), stated
+        assert values == 1 or f"use multiples of {values} or another model.quant.{setting}" in str(caught.value)
 
 
 def test_a_group_that_is_no_mapping_is_named() -> None:

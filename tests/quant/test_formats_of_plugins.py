@@ -145,7 +145,7 @@ def test_the_verifier_decodes_it(mxfp6: Any) -> None:
 
 
 def test_what_it_cannot_be_is_refused(mxfp6: Any) -> None:
-    with pytest.raises(ConfigError, match="pack 4 values together"):
+    with pytest.raises(ConfigError, match="pack 4 values of a row"):
         layer_of(moe_intermediate_size=130)
     with pytest.raises(ConfigError, match="activations='fp8' do not go with mxfp6_e3m2"):
         layer_of(quant={"weights": "mxfp6_e3m2", "activations": "fp8"})
