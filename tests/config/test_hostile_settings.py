@@ -75,9 +75,7 @@ def test_more_experts_than_anybody_asks_for_by_name_are_refused() -> None:
     [("mxfp4", "", 2, 2), ("nvfp4", "", 2, 2), ("q8_0", "", 32, 32), ("q4_k", "", 256, 256), ("bf16", "int4_g32", 1, 2),
      ("int4_g32", "bf16", 2, 1), ("q4_k", "q8_0", 256, 32)],
 )  # fmt: skip
-def test_packed_values_divide_the_sizes_of_their_own_projections(
-    weights: str, down: str, of_hidden: int, of_inter: int
-) -> None:
+def test_packed_values_divide_the_sizes(weights: str, down: str, of_hidden: int, of_inter: int) -> None:
     sizes = {"model__hidden_size": 512 + of_hidden // 2, "model__moe_intermediate_size": 512 + of_inter // 2}
     with pytest.raises(ConfigError) as caught:
         MoEConfig.parse(config(**sizes, model__quant={"weights": weights, **({"down": down} if down else {})}), "here")
