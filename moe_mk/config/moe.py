@@ -134,8 +134,8 @@ class ModelConfig(Settings):
             if odd := [f"{name}={size}" for name, size in sizes.items() if size % values]:
                 smaller = ", such as q8_0 with blocks of 32" if values > 32 else ""
                 problems.append(
-                    f"{kind} weights pack {values} values of a row, which do not divide {', '.join(odd)}; use multiples "
-                    f"of {values} or another model.quant.{key}{smaller}"
+                    f"{kind} weights pack {values} values of a row, which do not divide {', '.join(odd)}; use "
+                    f"multiples of {values} or another model.quant.{key}{smaller}"
                 )
         if problems:
             raise ValueError("; ".join(problems))
